@@ -1,0 +1,110 @@
+"""Shapes, inputs and tolerances that the tests and the benchmarks share.
+
+Inputs are always fresh random data: codes over the whole finite e4m3 range, and random scales per block, so that a kernel
+that mixes up blocks or rows cannot pass.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from mori_ops import reference
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+# (N, K) of the linear layers that the GEMMs serve, per rank.
+LINEARS = {"wo_b": (5120, 2048), "wo_b_wide": (7168, 2048), "wq_b": (8192, 1280), "square": (8192, 7168)}
+# (M, N, K): ragged in every dimension, one of each edge.
+GEMM_SHAPES = (
+    (1, 1, 32), (1, 33, 64), (2, 40, 96), (3, 64, 32), (4, 100, 256), (5, 7, 640), (8, 96, 512), (9, 65, 1408),
+    (16, 128, 128), (17, 31, 160), (33, 70, 320), (64, 129, 256), (65, 768, 64), (100, 257, 192), (130, 2112, 32),
+)  # fmt: skip
+QUANTS = ("mxfp8", "mxfp8_raw", "ptpc", "blockscale")
+
+# The model behind gr_down: K = 4 streams of 2560, 320 rows and 4 inject rows. The one behind qsa_flash: 24 query heads,
+# 2 KV heads, head dim 256, up to 2048 + 3 cells per token.
+GR_N, GR_K, GR_HC = 324, 10240, 4
+QSA_HQ, QSA_HKV, QSA_D, QSA_S = 24, 2, 256, 2051
+
+# Relative L2 error against float64 that one rounding to the format explains (half an ulp, uniformly, is 1.7e-3 for
+# bfloat16), with room for the spread; float32 is the accumulation's.
+RELATIVE_L2 = {torch.bfloat16: 2.0e-3, torch.float16: 3.0e-4, torch.float32: 1.0e-6}
+
+
+def relative_l2(result: Tensor, expected: Tensor) -> float:
+    """|result - expected| / |expected| in float64."""
+    result, expected = result.to(torch.float64), expected.to(torch.float64)
+    return ((result - expected).norm() / expected.norm().clamp(min=1e-300)).item()
+
+
+def assert_close(result: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+    """`result` is finite, has the shape of `expected`, and is as near to it as its format allows."""
+    assert result.shape == expected.shape, f"shape {tuple(result.shape)}, expected {tuple(expected.shape)}"
+    assert result.isfinite().all(), "not finite"
+    if expected.numel():
+        error = relative_l2(result, expected)
+        limit = RELATIVE_L2[result.dtype] if tolerance is None else tolerance
+        assert error <= limit, f"relative L2 error {error:.3e} > {limit:.1e}"
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Bitwise equality, NaN included."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def random_codes(*shape: int, generator: torch.Generator | None = None) -> Tensor:
+    """e4m3 codes, uniform over all finite ones."""
+    codes = torch.randint(0, 254, shape, dtype=torch.uint8, generator=generator)
+    codes = codes + (codes >= 127).to(torch.uint8)  # skips 0x7F; 0xFF is never reached
+    return codes.view(torch.float8_e4m3fn)
+
+
+def random_scales(*shape: int, spread: int = 6, generator: torch.Generator | None = None) -> Tensor:
+    """e8m0 bytes around 2^-8 (so that products stay near 1), +- `spread` powers of two."""
+    byte = torch.randint(119 - spread, 120 + spread, shape, dtype=torch.int64, generator=generator)
+    return byte.to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def gemm_operands(m: int, n: int, k: int, quant: str = "mxfp8_raw", *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random (a, b, a_scale, b_scale) for one of QUANTS."""
+    generator = torch.Generator().manual_seed(seed)
+    a, b = random_codes(m, k, generator=generator), random_codes(n, k, generator=generator)
+    if quant in ("mxfp8", "mxfp8_raw"):
+        a_scale = random_scales(m, k // 32, generator=generator)
+        b_scale = random_scales(-(-n // 32), k // 32, generator=generator)
+        if quant == "mxfp8":
+            a_scale, b_scale = reference.mxfp8_pack_a_scale(a_scale), reference.mxfp8_pack_b_scale(b_scale)
+        return a, b, a_scale, b_scale
+    shapes = ((m,), (n,)) if quant == "ptpc" else ((m, -(-k // 128)), (-(-n // 128), -(-k // 128)))
+    a_scale, b_scale = (0.001 + torch.rand(shape, generator=generator) * 0.01 for shape in shapes)
+    return a, b, a_scale, b_scale
+
+
+def kv_cache(cells: int, heads: int, dim: int, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Random int8 (k, v, k_scale, v_scale) whose scales differ per group."""
+    generator = torch.Generator().manual_seed(seed)
+    codes = lambda: torch.randint(-127, 128, (cells, heads, dim), dtype=torch.int8, generator=generator)  # noqa: E731
+    scale = lambda: (0.002 + 0.02 * torch.rand(cells, heads, dim // 64, generator=generator)).half()  # noqa: E731
+    return codes(), codes(), scale(), scale()
+
+
+def selected_ids(tokens: int, slots: int, cells: int, *, empty: float = 0.1, seed: int = 0) -> Tensor:
+    """int32 ids [tokens, slots]: random distinct cells per token, a share of the slots empty, anywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    picks = torch.rand(tokens, max(cells, slots), generator=generator).argsort(-1)[:, :slots]
+    hole = (torch.rand(tokens, slots, generator=generator) < empty) | (picks >= cells)
+    return torch.where(hole, -1, picks).to(torch.int32)
+
+
+def prompt_ids(tokens: int, position: int, slots: int = QSA_S, *, seed: int = 0) -> Tensor:
+    """int32 ids of a prompt whose first token stands at `position`: token t selects among cells 0..position + t, all of
+    them while they fit into `slots`, ascending, padded with -1; the width is the longest row's."""
+    generator = torch.Generator().manual_seed(seed)
+    width = min(slots, position + tokens)
+    ids = torch.full((tokens, width), -1, dtype=torch.int32)
+    for t in range(tokens):
+        seen = position + t + 1
+        row = torch.arange(seen) if seen <= slots else torch.randperm(seen, generator=generator)[:slots].sort().values
+        ids[t, : row.numel()] = row.to(torch.int32)
+    return ids

@@ -61,8 +61,8 @@ def random_codes(*shape: int, generator: torch.Generator | None = None) -> Tenso
 
 
 def random_scales(*shape: int, spread: int = 6, generator: torch.Generator | None = None) -> Tensor:
-    """e8m0 bytes around 2^-8 (so that products stay near 1), +- `spread` powers of two."""
-    byte = torch.randint(119 - spread, 120 + spread, shape, dtype=torch.int64, generator=generator)
+    """e8m0 bytes around 2^-12 (dot products of random codes then fit float16), +- `spread` powers of two."""
+    byte = torch.randint(115 - spread, 116 + spread, shape, dtype=torch.int64, generator=generator)
     return byte.to(torch.uint8).view(torch.float8_e8m0fnu)
 
 

@@ -1,0 +1,266 @@
+// mxfp8_quantize and mxfp8_quantize_weight on the CPU.
+//
+//   scale = block_scale(max |x| of the block), code = round(x / scale) to e4m3, nearest even (common/mx.h)
+//   A block holding NaN or an infinity gets scale 255 and codes 0x7f; an all-zero block scale 0 and codes 0x00 (0x80 for -0.0).
+//
+// Two passes over a chunk that stays in the L1 or L2 cache: `amax` per block, then `encode` with the scales known. Rows of 1x32
+// blocks are one flat run of blocks; a strip of 32 rows shares its scales for 32x32 blocks. Bound by memory bandwidth.
+#include "quantize.h"
+
+#include <algorithm>
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include "../common/cpu_isa.h"
+#include "../common/mx.h"
+
+namespace mori::mxfp8 {
+namespace {
+
+using torch::headeronly::BFloat16;
+using torch::headeronly::Half;
+
+constexpr int64_t kChunk = 64;          // blocks between the two passes: at most 8 KiB of input
+constexpr int64_t kGrainBlocks = 1024;  // least work for a thread
+// Up to this scale a block may hold fp32 subnormals that are worth a code: at 2^-116 the largest is below 2^-10.
+constexpr uint8_t kLastSubnormalScale = 10;
+
+// ---- One ISA = a pair of kernels over `blocks` consecutive blocks of 32.
+
+template <class T>
+struct Kernels {
+  // Raises amax[i], fp32 bits, to the largest magnitude of block i.
+  void (*amax)(const T* x, int64_t blocks, uint32_t* amax);
+  void (*encode)(const T* x, int64_t blocks, const uint8_t* scales, uint8_t* codes);
+};
+
+uint32_t fp32_bits(float x) { return mx::bits_of(x); }
+uint32_t fp32_bits(BFloat16 x) { return static_cast<uint32_t>(x.x) << 16; }
+uint32_t fp32_bits(Half x) { return mx::bits_of(static_cast<float>(x)); }
+
+template <class T>
+void amax_generic(const T* x, int64_t blocks, uint32_t* amax) {
+  for (int64_t b = 0; b < blocks; ++b)
+    for (int64_t i = 0; i < kBlock; ++i) amax[b] = std::max(amax[b], fp32_bits(x[b * kBlock + i]) & mx::kMagnitudeBits);
+}
+
+template <class T>
+void encode_generic(const T* x, int64_t blocks, const uint8_t* scales, uint8_t* codes) {
+  for (int64_t b = 0; b < blocks; ++b, x += kBlock, codes += kBlock) {
+    if (scales[b] == mx::kNanScale) {
+      std::fill_n(codes, kBlock, mx::kNanCode);
+      continue;
+    }
+    for (int64_t i = 0; i < kBlock; ++i) {
+      const uint32_t bits = fp32_bits(x[i]);
+      const uint8_t sign = static_cast<uint8_t>(bits >> 24 & 0x80);
+      codes[i] = sign | mx::encode_e4m3(mx::scaled_magnitude(bits & mx::kMagnitudeBits, scales[b]));
+    }
+  }
+}
+
+#if MORI_X86
+MORI_AVX2_INLINE __m256i load8(const float* x) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)); }
+MORI_AVX2_INLINE __m256i load8(const BFloat16* x) {
+  return _mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))), 16);
+}
+MORI_AVX2_INLINE __m256i load8(const Half* x) {
+  return _mm256_castps_si256(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
+}
+
+template <class T>
+MORI_AVX2 void amax_avx2(const T* x, int64_t blocks, uint32_t* amax) {
+  const __m256i magnitude = _mm256_set1_epi32(mx::kMagnitudeBits);
+  for (int64_t b = 0; b < blocks; ++b, x += kBlock) {
+    __m256i top = _mm256_setzero_si256();
+    for (int i = 0; i < 4; ++i) top = _mm256_max_epu32(top, _mm256_and_si256(load8(x + 8 * i), magnitude));
+    __m128i m = _mm_max_epu32(_mm256_castsi256_si128(top), _mm256_extracti128_si256(top, 1));
+    m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4e));
+    m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0xb1));
+    amax[b] = std::max(amax[b], static_cast<uint32_t>(_mm_cvtsi128_si32(m)));
+  }
+}
+
+// mx::scaled_magnitude and mx::encode_e4m3 eight at a time; the codes come with 1128 = 141 << 3 still to be taken off.
+template <bool with_subnormals>
+MORI_AVX2_INLINE __m256i encode8(__m256i bits, __m256 inverse, __m256 subnormal_inverse) {
+  const __m256i magnitude = _mm256_and_si256(bits, _mm256_set1_epi32(mx::kMagnitudeBits));
+  __m256 y = _mm256_mul_ps(_mm256_castsi256_ps(magnitude), inverse);
+  if (with_subnormals) {
+    const __m256i is_subnormal = _mm256_cmpgt_epi32(_mm256_set1_epi32(mx::kMinNormalBits), magnitude);
+    y = _mm256_blendv_ps(y, _mm256_mul_ps(_mm256_cvtepi32_ps(magnitude), subnormal_inverse), _mm256_castsi256_ps(is_subnormal));
+  }
+  const __m256i exponent = _mm256_and_si256(_mm256_castps_si256(y), _mm256_set1_epi32(mx::kInfBits));
+  const __m256i anchor = _mm256_add_epi32(_mm256_max_epi32(exponent, _mm256_set1_epi32(121 << 23)), _mm256_set1_epi32(20 << 23));
+  const __m256i sum = _mm256_castps_si256(_mm256_add_ps(y, _mm256_castsi256_ps(anchor)));
+  return _mm256_add_epi32(_mm256_sub_epi32(sum, anchor), _mm256_srli_epi32(anchor, 20));
+}
+
+template <bool with_subnormals, class T>
+MORI_AVX2_INLINE void encode_block_avx2(const T* x, uint8_t scale, uint8_t* codes) {
+  const __m256 inverse = _mm256_castsi256_ps(_mm256_set1_epi32((254 - scale) << 23));
+  const __m256 subnormal_inverse = _mm256_castsi256_ps(_mm256_set1_epi32((105 - scale) << 23));
+  __m256i bits[4], code[4];
+  for (int i = 0; i < 4; ++i) {
+    bits[i] = load8(x + 8 * i);
+    code[i] = encode8<with_subnormals>(bits[i], inverse, subnormal_inverse);
+  }
+  const __m256i excess = _mm256_set1_epi16(141 << 3);
+  const __m256i low = _mm256_sub_epi16(_mm256_packs_epi32(code[0], code[1]), excess);
+  const __m256i high = _mm256_sub_epi16(_mm256_packs_epi32(code[2], code[3]), excess);
+  const __m256i magnitude = _mm256_min_epu8(_mm256_packus_epi16(low, high), _mm256_set1_epi8(mx::kMaxCode));
+  // Saturating packs keep the sign bit.
+  const __m256i sign = _mm256_packs_epi16(_mm256_packs_epi32(bits[0], bits[1]), _mm256_packs_epi32(bits[2], bits[3]));
+  const __m256i packed = _mm256_or_si256(magnitude, _mm256_and_si256(sign, _mm256_set1_epi8(static_cast<char>(0x80))));
+  // The packs work within 128-bit halves: put the groups of four back in order.
+  const __m256i ordered = _mm256_permutevar8x32_epi32(packed, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), ordered);
+}
+
+template <class T>
+MORI_AVX2 void encode_avx2(const T* x, int64_t blocks, const uint8_t* scales, uint8_t* codes) {
+  for (int64_t b = 0; b < blocks; ++b, x += kBlock, codes += kBlock) {
+    if (scales[b] == mx::kNanScale) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm256_set1_epi8(mx::kNanCode));
+    } else if (scales[b] > kLastSubnormalScale) {
+      encode_block_avx2<false>(x, scales[b], codes);
+    } else {
+      encode_block_avx2<true>(x, scales[b], codes);
+    }
+  }
+}
+#endif
+
+template <class T>
+Kernels<T> kernels() {
+#if MORI_X86
+  if (cpu_isa() == CpuIsa::avx2) return {amax_avx2<T>, encode_avx2<T>};
+#endif
+  return {amax_generic<T>, encode_generic<T>};
+}
+
+// ---- Blocks of either shape, on any ISA.
+
+void block_scales(Rounding rounding, const uint32_t* amax, int64_t blocks, uint8_t* scales) {
+  for (int64_t b = 0; b < blocks; ++b)
+    scales[b] = rounding == Rounding::rceil ? mx::block_scale_rceil(amax[b]) : mx::block_scale_floor(amax[b]);
+}
+
+template <class T>
+void quantize_rows(const T* x, int64_t blocks, Rounding rounding, uint8_t* codes, uint8_t* scales) {
+  const Kernels<T> isa = kernels<T>();
+  torch::stable::parallel_for(0, blocks, kGrainBlocks, [&](int64_t begin, int64_t end) {
+    for (int64_t b = begin; b < end; b += kChunk) {
+      const int64_t count = std::min(kChunk, end - b);
+      uint32_t amax[kChunk] = {};
+      isa.amax(x + b * kBlock, count, amax);
+      block_scales(rounding, amax, count, scales + b);
+      isa.encode(x + b * kBlock, count, scales + b, codes + b * kBlock);
+    }
+  });
+}
+
+// w [n, k]: a task is one strip of up to 32 rows by kChunk blocks.
+template <class T>
+void quantize_weight(const T* w, int64_t n, int64_t k, Rounding rounding, uint8_t* codes, uint8_t* scales) {
+  const Kernels<T> isa = kernels<T>();
+  const int64_t blocks = k / kBlock, chunks = ceil_div(blocks, kChunk), strips = ceil_div(n, kBlock);
+  torch::stable::parallel_for(0, strips * chunks, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t strip = task / chunks, first = task % chunks * kChunk, count = std::min(kChunk, blocks - first);
+      const int64_t row_begin = strip * kBlock, row_end = std::min(row_begin + kBlock, n);
+      uint8_t* strip_scales = scales + strip * blocks + first;
+      uint32_t amax[kChunk] = {};
+      for (int64_t row = row_begin; row < row_end; ++row) isa.amax(w + row * k + first * kBlock, count, amax);
+      block_scales(rounding, amax, count, strip_scales);
+      for (int64_t row = row_begin; row < row_end; ++row) {
+        const int64_t offset = row * k + first * kBlock;
+        isa.encode(w + offset, count, strip_scales, codes + offset);
+      }
+    }
+  });
+}
+
+// Calls f with a typed pointer to the data of a dense float tensor.
+template <class F>
+void with_data(const Tensor& x, const F& f) {
+  const void* data = x.const_data_ptr();
+  switch (x.scalar_type()) {
+    case ScalarType::BFloat16: return f(static_cast<const BFloat16*>(data));
+    case ScalarType::Half: return f(static_cast<const Half*>(data));
+    default: return f(static_cast<const float*>(data));
+  }
+}
+
+// ---- Operators.
+
+constexpr auto kE4m3 = ScalarType::Float8_e4m3fn;
+constexpr auto kE8m0 = ScalarType::Float8_e8m0fnu;
+
+uint8_t* bytes_of(const Tensor& t) { return static_cast<uint8_t*>(t.mutable_data_ptr()); }
+
+void run_rows(const Tensor& x, Rounding rounding, const Tensor& codes, const Tensor& scale) {
+  quantize_rows_cpu(dense(x), rounding, bytes_of(codes), bytes_of(scale));
+}
+
+void run_weight(const Tensor& w, Rounding rounding, const Tensor& codes, const Tensor& scale) {
+  const Tensor source = dense(w);
+  with_data(source, [&](const auto* data) {
+    quantize_weight(data, source.size(0), source.size(1), rounding, bytes_of(codes), bytes_of(scale));
+  });
+}
+
+void check_outs(const char* op, const QuantizeShape& shape, const Tensor& x, const Tensor& codes, const Tensor& scale) {
+  check_out(op, "codes", codes, shape.code_sizes, {kE4m3}, {&x});
+  check_out(op, "scale", scale, shape.scale_sizes, {kE8m0, ScalarType::Byte}, {&x, &codes});
+}
+
+std::tuple<Tensor, Tensor> allocate(const QuantizeShape& shape, const Tensor& x) {
+  return {torch::stable::new_empty(x, shape.code_sizes, kE4m3), torch::stable::new_empty(x, shape.scale_sizes, kE8m0)};
+}
+
+std::tuple<Tensor, Tensor> mxfp8_quantize(const Tensor& x, std::string rounding) {
+  const QuantizeShape shape = check_quantize(x);
+  const Rounding mode = parse_rounding("mxfp8_quantize", rounding);
+  auto [codes, scale] = allocate(shape, x);
+  run_rows(x, mode, codes, scale);
+  return {codes, scale};
+}
+
+void mxfp8_quantize_out(const Tensor& x, std::string rounding, Tensor& codes, Tensor& scale) {
+  const QuantizeShape shape = check_quantize(x);
+  const Rounding mode = parse_rounding("mxfp8_quantize", rounding);
+  check_outs("mxfp8_quantize", shape, x, codes, scale);
+  run_rows(x, mode, codes, scale);
+}
+
+std::tuple<Tensor, Tensor> mxfp8_quantize_weight(const Tensor& w, std::string rounding) {
+  const QuantizeShape shape = check_quantize_weight(w);
+  const Rounding mode = parse_rounding("mxfp8_quantize_weight", rounding);
+  auto [codes, scale] = allocate(shape, w);
+  run_weight(w, mode, codes, scale);
+  return {codes, scale};
+}
+
+void mxfp8_quantize_weight_out(const Tensor& w, std::string rounding, Tensor& codes, Tensor& scale) {
+  const QuantizeShape shape = check_quantize_weight(w);
+  const Rounding mode = parse_rounding("mxfp8_quantize_weight", rounding);
+  check_outs("mxfp8_quantize_weight", shape, w, codes, scale);
+  run_weight(w, mode, codes, scale);
+}
+
+}  // namespace
+
+void quantize_rows_cpu(const Tensor& x, Rounding rounding, uint8_t* codes, uint8_t* scales) {
+  with_data(x, [&](const auto* data) { quantize_rows(data, x.numel() / kBlock, rounding, codes, scales); });
+}
+
+}  // namespace mori::mxfp8
+
+STABLE_TORCH_LIBRARY_IMPL(mori, CPU, m) {
+  m.impl("mxfp8_quantize", TORCH_BOX(&mori::mxfp8::mxfp8_quantize));
+  m.impl("mxfp8_quantize.out", TORCH_BOX(&mori::mxfp8::mxfp8_quantize_out));
+  m.impl("mxfp8_quantize_weight", TORCH_BOX(&mori::mxfp8::mxfp8_quantize_weight));
+  m.impl("mxfp8_quantize_weight.out", TORCH_BOX(&mori::mxfp8::mxfp8_quantize_weight_out));
+}

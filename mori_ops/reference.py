@@ -249,7 +249,7 @@ def q8_0_quantize(w: Tensor) -> Tensor:
     d = blocks.abs().amax(-1) / 127
     inverse = torch.where(d == 0, 0.0, 1 / d)
     scaled = blocks * inverse[..., None]
-    codes = torch.copysign((scaled.abs() + 0.5).floor(), scaled).to(torch.int8)
+    codes = torch.copysign((2 * scaled.abs()).floor().add(1).div(2).floor(), scaled).to(torch.int8)  # + 0.5 would round up 0.5 - 2^-25
     parts = (d.to(torch.float16)[..., None].view(torch.uint8), codes.view(torch.uint8))
     return torch.cat(parts, -1).flatten(-2)
 

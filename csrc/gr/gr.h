@@ -3,16 +3,19 @@
 //   Q8_0 (ggml): blocks of 32 along K, fp16 d then 32 int8, 34 bytes; w uint8 [N, K/32 * 34]; value = d * q
 //   y[t, n] = sum_k W[n, k] * xn[t, k], fp32;  x [ntok, K] fp32/bf16/fp16
 //   xn = x, or with norm_weight [K]: per group of K/hc values RMS-normalised (x * rsqrt(mean(x^2) + eps)) times norm_weight
-//   quantise: d = fp16(max|w| / 127), q = rint(w / (max|w| / 127)), ties away from zero, as ggml's reference does
+//   quantise: ggml's reference bytes. s = max|w| / 127 in fp32, d = fp16(s) to nearest even, q = round(w * (1 / s)) half away from
+//   zero; a zero block is all zero bytes. d above 65504 is fp16 Inf, as in ggml (the block reads back as +-Inf and NaN); a block
+//   holding NaN or Inf gets d = NaN, q = 0, so that it reads back as NaN. d below 2^-25 is 0: the block reads back as 0.
 //   A row's bits do not depend on ntok.
 #pragma once
 
 #include "../common/check.h"
+#include "../common/q8_0.h"
 
 namespace mori::gr {
 
-constexpr int64_t kBlock = 32;
-constexpr int64_t kBlockBytes = 34;
+using q8_0::kBlock;
+using q8_0::kBlockBytes;
 
 struct DownShape {
   int64_t ntok, n, k;

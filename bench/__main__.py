@@ -1,0 +1,63 @@
+"""python -m bench <suite>|all [--device cpu] [--threads 2] [--only m=1] [--plot out.png] [--no-save]"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from bench import report
+from bench.suites import SUITES
+from bench.timing import copy_bandwidth, matmul_flops, paired
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench", description="Checks, then times mori_ops against named baselines.")
+    parser.add_argument("suite", choices=[*SUITES, "all"])
+    parser.add_argument("--device", choices=["cpu"], default="cpu")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--only", action="append", default=[], metavar="DIM=VALUE", help="only cases of this shape; may be repeated")
+    parser.add_argument("--plot", metavar="PNG", help="write a plot of time over the first dimension")
+    parser.add_argument("--no-save", action="store_true", help="do not write bench/results/<device>_<suite>.json")
+    return parser.parse_args()
+
+
+def main() -> int:
+    options = parse()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    wanted = dict(item.split("=", 1) for item in options.only)
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    bandwidth, flops = copy_bandwidth(options.device), matmul_flops(options.device)
+    where = report.machine(options.device) | {"copy_gbytes_per_s": bandwidth / 1e9, "matmul_gflops": flops / 1e9}
+    console.print(f"copy {bandwidth / 1e9:.1f} GB/s, float32 matmul {flops / 1e9:.0f} GFLOP/s")
+    everything = []
+    for suite in SUITES if options.suite == "all" else [options.suite]:
+        rows = []
+        makers = list(SUITES[suite]())
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task(suite, total=len(makers))
+            for make in makers:
+                case = make()
+                if all(str(case.shape.get(key)) == value for key, value in wanted.items()):
+                    case.verify()
+                    for mode in case.modes:
+                        row = report.row(case, mode, paired(case, mode))
+                        row["floor_us"] = 1e6 * max(case.bytes_moved / bandwidth, case.flops / flops)
+                        rows.append(row)
+                progress.advance(task)
+        report.show(rows, console)
+        if not options.no_save and not wanted:
+            console.print(f"saved {report.save(suite, where, rows)}")
+        everything += rows
+    if options.plot:
+        report.plot(everything, where, options.plot)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,222 @@
+"""The cases of each suite on the CPU: shapes, operands, named baselines, goals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import mori_ops
+from bench.timing import Arm, Case, Goal, copies_of
+from mori_ops import reference
+from tests import cases
+
+GEMM_M = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 34, 64, 256, 1024)
+INT8PACK = "torch._weight_int8pack_mm"
+FP32, BF16 = "F.linear fp32", "F.linear bf16"
+
+
+def _linear_arms(x: Tensor, w: Tensor, *, bf16: bool) -> list[Arm]:
+    """torch's own ways to multiply x by the weight: fp32, weight-only int8, and bf16 where it is not hopeless."""
+    n, k = w.shape
+    amax, x_bf16 = w.abs().amax(1, keepdim=True), x.bfloat16()
+    codes, scale = (w / amax * 127).round().to(torch.int8), (amax[:, 0] / 127).bfloat16()
+    arms = [
+        Arm(FP32, lambda o: F.linear(x, o), copies_of(w)),
+        Arm(INT8PACK, lambda o: torch._weight_int8pack_mm(x_bf16, o, scale), copies_of(codes)),
+    ]
+    if bf16:
+        arms.append(Arm(BF16, lambda o: F.linear(x_bf16, o), copies_of(w.bfloat16())))
+    return arms
+
+
+def mxfp8_gemm(op: str) -> Iterator[Callable[[], Case]]:
+    for name in ("wo_b_wide", "wo_b"):
+        n, k = cases.LINEARS[name]
+        for m in GEMM_M:
+            yield lambda n=n, k=k, m=m: _gemm_case(op, m, n, k)
+
+
+def _gemm_case(op: str, m: int, n: int, k: int) -> Case:
+    a, b, a_scale, b_scale = cases.gemm_operands(m, n, k, op, seed=m)
+    run = getattr(mori_ops, op)
+    goals = []
+    if op == "mxfp8_raw":
+        if m <= 8:
+            goals.append(Goal((INT8PACK,), 0.95 if m == 1 else 1.15))
+        if m in (1, 4, 8):
+            goals.append(Goal((FP32, BF16), 2.0 if m == 1 else 4.0))
+        if m in (64, 256, 1024):
+            goals.append(Goal((FP32,), 1.0))
+    return Case(
+        op,
+        {"m": m, "n": n, "k": k},
+        [Arm(f"mori.{op}", lambda o: run(a, o, a_scale, b_scale), copies_of(b)), *_linear_arms(torch.randn(m, k), torch.randn(n, k), bf16=m <= 64)],
+        lambda: cases.assert_close(run(a, b, a_scale, b_scale), reference.scaled_gemm(a, b, a_scale, b_scale, op)),
+        goals,
+        bytes_moved=n * k + b_scale.nbytes + m * k + 2 * m * n,
+        flops=2 * m * n * k,
+        modes=("hot", "cold") if m <= 64 else ("hot",),
+    )
+
+
+def mxfp8_linear() -> Iterator[Callable[[], Case]]:
+    n, k = cases.LINEARS["wo_b_wide"]
+    for m in (1, 4, 8, 64, 256):
+        yield lambda m=m: _linear_case(m, n, k)
+
+
+def _linear_case(m: int, n: int, k: int) -> Case:
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).bfloat16()
+    b, b_scale = mori_ops.mxfp8_quantize_weight(torch.randn(n, k) / k**0.5)
+    a, a_scale = mori_ops.mxfp8_quantize(x)
+
+    def two_ops(weight: Tensor) -> Tensor:
+        codes, scale = mori_ops.mxfp8_quantize(x)
+        return mori_ops.mxfp8_raw(codes, weight, scale, b_scale)
+
+    return Case(
+        "mxfp8_linear",
+        {"m": m, "n": n, "k": k},
+        [
+            Arm("mori.mxfp8_linear", lambda o: mori_ops.mxfp8_linear(x, o, b_scale), copies_of(b)),
+            Arm("mori quantize + raw", two_ops, copies_of(b)),
+            Arm("mori raw alone", lambda o: mori_ops.mxfp8_raw(a, o, a_scale, b_scale), copies_of(b)),
+            Arm(BF16, lambda o: F.linear(x, o), copies_of(torch.randn(n, k).bfloat16())),
+        ],
+        lambda: cases.assert_close(mori_ops.mxfp8_linear(x, b, b_scale), reference.mxfp8_linear(x, b, b_scale)),
+        bytes_moved=n * k + m * k * 2 + 2 * m * n,
+        flops=2 * m * n * k,
+    )
+
+
+def mxfp8_quantize() -> Iterator[Callable[[], Case]]:
+    for rows, k in ((1, 2048), (64, 2048), (16384, 2048)):
+        yield lambda rows=rows, k=k: _quantize_case("mxfp8_quantize", rows, k)
+    yield lambda: _quantize_case("mxfp8_quantize_weight", 16384, 2048)
+    yield lambda: _quantize_case("kv_quantize", 16384 * 8, 256)
+
+
+def _quantize_case(op: str, rows: int, k: int) -> Case:
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).bfloat16()
+    run, oracle = getattr(mori_ops, op), getattr(reference, op)
+    target = torch.empty_like(x)
+
+    def verify() -> None:
+        for result, expected in zip(run(x), oracle(x), strict=True):
+            assert cases.same_bits(result, expected), f"{op}: differs from the reference"
+
+    goals = [Goal(("Tensor.copy_",), 0.5)] if op == "mxfp8_quantize" and rows * k >= 1 << 25 else []
+    return Case(
+        op,
+        {"rows": rows, "k": k, "dtype": "bfloat16"},
+        [Arm(f"mori.{op}", run, [x]), Arm("Tensor.copy_", lambda o: target.copy_(o), [x])],
+        verify,
+        goals,
+        bytes_moved=3 * x.numel(),
+        modes=("hot",),
+    )
+
+
+def gr_down() -> Iterator[Callable[[], Case]]:
+    for ntok in (1, 2, 3, 4, 5, 6, 7, 8, 16, 64, 256):
+        yield lambda ntok=ntok: _gr_case(ntok, fused=False)
+    yield lambda: _gr_case(4, fused=True)
+
+
+def _gr_case(ntok: int, *, fused: bool) -> Case:
+    n, k = cases.GR_N, cases.GR_K
+    generator = torch.Generator().manual_seed(ntok)
+    x, w = torch.randn(ntok, k, generator=generator), torch.randn(n, k, generator=generator) / k**0.5
+    norm = torch.rand(k, generator=generator) + 0.5 if fused else None
+    packed = mori_ops.q8_0_quantize(w)
+    goals = []
+    if not fused:
+        if ntok <= 4 or ntok == 8:
+            goals.append(Goal((INT8PACK,), 1.2 if ntok == 8 else 1.0))
+        if ntok in (1, 4, 8, 64, 256):
+            goals.append(Goal((FP32,), {1: 2.5, 4: 4.0, 8: 4.0}.get(ntok, 1.0)))
+    return Case(
+        "gr_down",
+        {"ntok": ntok, "n": n, "k": k, "norm": "fused" if fused else "none"},
+        [
+            Arm("mori.gr_down", lambda o: mori_ops.gr_down(x, o, norm_weight=norm), copies_of(packed)),
+            *_linear_arms(x, w, bf16=ntok <= 16),
+        ],
+        lambda: cases.assert_close(mori_ops.gr_down(x, packed, norm_weight=norm), reference.gr_down(x, packed, norm_weight=norm)),
+        goals,
+        bytes_moved=packed.nbytes + x.nbytes + 4 * ntok * n,
+        flops=2 * ntok * n * k,
+    )
+
+
+GATHER, SDPA = "gather + einsum per token", "SDPA causal, dequantised fp32"
+
+
+def qsa_flash() -> Iterator[Callable[[], Case]]:
+    for tokens in (1, 4, 96):
+        yield lambda tokens=tokens: _qsa_case(tokens, position=30000 - tokens)
+    for tokens in (96, 512, 1984):
+        yield lambda tokens=tokens: _qsa_case(tokens, position=0)
+
+
+def _qsa_case(tokens: int, position: int) -> Case:
+    cells = position + tokens
+    q = torch.randn(tokens, cases.QSA_HQ, cases.QSA_D, generator=torch.Generator().manual_seed(tokens))
+    k, v, k_scale, v_scale = cases.kv_cache(cells, cases.QSA_HKV, cases.QSA_D, seed=tokens)
+    ids = cases.prompt_ids(tokens, position)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    groups = cases.QSA_HQ // cases.QSA_HKV
+    sm_scale = cases.QSA_D**-0.5
+
+    def gather(_):
+        rows = []
+        for t in range(tokens):
+            row = ids[t][ids[t] >= 0].long()
+            keys, values = (
+                (codes[row].float().unflatten(-1, (-1, 64)) * scale[row].float()[..., None]).flatten(-2)
+                for codes, scale in ((k, k_scale), (v, v_scale))
+            )
+            scores = torch.einsum("hgd,shd->hgs", q[t].view(cases.QSA_HKV, groups, -1), keys) * sm_scale
+            rows.append(torch.einsum("hgs,shd->hgd", scores.softmax(-1), values).flatten(0, 1))
+        return torch.stack(rows)
+
+    def sdpa(dense):
+        return F.scaled_dot_product_attention(q.transpose(0, 1)[None], *dense, is_causal=True, enable_gqa=True)
+
+    arms = [Arm("mori.qsa_flash", lambda _: mori_ops.qsa_flash(q, k, v, ids, **scales), [None])]
+    if position:
+        arms.append(Arm(GATHER, gather, [None]))
+        goals = [Goal((GATHER,), 4.0)] if tokens == 96 else []
+    else:
+        dense = tuple(reference.kv_dequantize(c, s).float().transpose(0, 1)[None] for c, s in ((k, k_scale), (v, v_scale)))
+        arms.append(Arm(SDPA, sdpa, [dense]))
+        goals = [Goal((SDPA,), 1.2)] if tokens == 1984 else []
+
+    def verify() -> None:
+        some = torch.randperm(tokens)[:32]  # the float64 reference gathers S cells per token: not for all of a long prompt
+        out = mori_ops.qsa_flash(q, k, v, ids, **scales)
+        cases.assert_close(out[some], reference.qsa_flash(q[some], k, v, ids[some], **scales), 4e-6)
+
+    return Case(
+        "qsa_flash",
+        {"t": tokens, "s": ids.shape[1], "cells": cells, "pos": position},
+        arms,
+        verify,
+        goals,
+        flops=4 * int((ids >= 0).sum()) * cases.QSA_HQ * cases.QSA_D,
+        bytes_moved=2 * (k.nbytes + k_scale.nbytes) if position == 0 else 0,
+        modes=("hot",),
+    )
+
+
+SUITES: dict[str, Callable[[], Iterator[Callable[[], Case]]]] = {
+    "mxfp8": lambda: mxfp8_gemm("mxfp8"),
+    "mxfp8_raw": lambda: mxfp8_gemm("mxfp8_raw"),
+    "mxfp8_linear": mxfp8_linear,
+    "quantize": mxfp8_quantize,
+    "gr_down": gr_down,
+    "qsa_flash": qsa_flash,
+}

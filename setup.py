@@ -1,40 +1,101 @@
-"""Builds mori_ops._C (one abi3 library over LibTorch's stable ABI) against the torch that is installed.
+"""Builds mori_ops._C, one abi3 library over LibTorch's stable ABI, against the torch that is installed.
 
 MORI_BACKENDS=auto|cpu|cuda|hip (comma separated) says which device backends go in; the CPU is always there. `auto` adds
-CUDA or HIP when torch was built with it and its compiler is found. A file's suffix names its backend:
-*_sm90.cu/_sm90.cpp CUDA, *_gfx950.hip/_gfx950.cpp HIP, any other .cpp the host and the CPU.
+CUDA or HIP when torch was built for it and its compiler is found. A file's suffix names its backend: *_sm90.cu and
+*_sm90.cpp CUDA, *_gfx950.hip and *_gfx950.cpp HIP, any other .cpp the host and the CPU. MAX_JOBS limits the compilers
+that run at a time. CMakeLists.txt follows the same rules.
 """
 
 import os
+import re
+import shutil
+import subprocess
+import zlib
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from setuptools import setup
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent
 TORCH_TARGET = "0x020b000000000000"  # 2.11: the first stable ABI that knows float8_e8m0fnu
 BACKENDS = ("auto", "cpu", "cuda", "hip")
+JOB_BYTES = 2 << 30  # what one compiler may need
 
 
 def sources(*suffixes: str) -> list[str]:
     return sorted(str(p.relative_to(ROOT)) for s in suffixes for p in (ROOT / "csrc").rglob(f"*{s}"))
 
 
+def refuse(message: str):
+    raise SystemExit(f"mori_ops: {message}")
+
+
 def requested_backends() -> set[str]:
     wanted = {b.strip() for b in os.environ.get("MORI_BACKENDS", "auto").split(",")}
-    unknown = wanted - set(BACKENDS)
-    if unknown:
-        raise SystemExit(f"mori_ops: MORI_BACKENDS must be one or more of {', '.join(BACKENDS)}, got {', '.join(sorted(unknown))}")
+    if unknown := wanted - set(BACKENDS):
+        refuse(f"MORI_BACKENDS must be one or more of {', '.join(BACKENDS)}, got {', '.join(map(repr, sorted(unknown)))}")
     if {"cuda", "hip"} <= wanted:
-        raise SystemExit("mori_ops: MORI_BACKENDS=cuda,hip: one torch serves one of them, choose one")
+        refuse("MORI_BACKENDS=cuda,hip: one torch serves one of them, choose one")
     return wanted
 
 
-def cuda_root(detected: str | None) -> str | None:
+@dataclass
+class DeviceBuild:
+    name: str
+    files: list[str]
+    flags: list[str]
+    libraries: list[str]
+    library_dirs: list[str] = field(default_factory=list)
+
+
+def cuda_toolkit(detected: str | None) -> str | None:
     """A CUDA toolkit with compiler and headers. torch's guess follows `which nvcc`, which a wrapper script misleads."""
     for root in (os.environ.get("CUDA_HOME"), detected, "/usr/local/cuda"):
         if root and Path(root, "include", "cuda_runtime.h").is_file() and Path(root, "bin", "nvcc").is_file():
             return root
     return None
+
+
+def cuda_build(torch, cpp_extension, wanted: set[str]) -> DeviceBuild | None:
+    toolkit = cuda_toolkit(cpp_extension.CUDA_HOME)
+    if "cuda" not in wanted and not ("auto" in wanted and torch.version.cuda and toolkit):
+        return None
+    if toolkit is None:
+        refuse("MORI_BACKENDS=cuda needs a CUDA toolkit (bin/nvcc and include/cuda_runtime.h): set CUDA_HOME to it")
+    version = subprocess.run([f"{toolkit}/bin/nvcc", "--version"], capture_output=True, text=True, check=True).stdout
+    release = re.search(r"release (\d+)\.\d+", version)
+    if torch.version.cuda and release and release[1] != torch.version.cuda.split(".")[0]:
+        refuse(f"nvcc in {toolkit} is CUDA {release[0][8:]}, torch {torch.__version__} was built with CUDA {torch.version.cuda}: "
+               "set CUDA_HOME to a toolkit of torch's major version, or MORI_BACKENDS=cpu to do without")
+    flags = ["-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler=-fvisibility=hidden"]
+    if torch.version.cuda is None:
+        cpp_extension.CUDA_HOME = toolkit  # a CPU-only torch never looks for one ...
+        headers = b"".join((ROOT / name).read_bytes() for name in sources(".h", ".cuh"))
+        flags.append(f"-DMORI_HEADERS={zlib.crc32(headers)}")  # ... nor tells ninja which headers a .cu includes
+    return DeviceBuild("cuda", sources("_sm90.cu", "_sm90.cpp"), flags, ["cudart_static", "dl", "rt", "pthread"], [f"{toolkit}/lib64"])
+
+
+def hip_build(torch, cpp_extension, wanted: set[str]) -> DeviceBuild | None:
+    hipcc = shutil.which("hipcc") or (cpp_extension.ROCM_HOME and shutil.which(f"{cpp_extension.ROCM_HOME}/bin/hipcc"))
+    if "hip" not in wanted and not ("auto" in wanted and torch.version.hip and hipcc):
+        return None
+    if not hipcc or not torch.version.hip:
+        refuse(f"MORI_BACKENDS=hip needs hipcc ({hipcc or 'not found'}) and a torch built for ROCm (found {torch.__version__})")
+    # The amdhip64 bundled with torch: a system copy would start a second HIP runtime.
+    library_dir = str(Path(torch.__file__).parent / "lib")
+    flags = ["--offload-arch=gfx950", "-fvisibility=hidden"]
+    return DeviceBuild("hip", sources("_gfx950.hip", "_gfx950.cpp"), flags, ["amdhip64"], [library_dir])
+
+
+def default_jobs() -> int:
+    """One compiler per core that this process may use, as far as the memory it may use goes."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        memory = min(memory, int(text))
+    return max(1, min(cores, memory // JOB_BYTES))
 
 
 def extension() -> dict:
@@ -44,68 +105,54 @@ def extension() -> dict:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        return {}  # metadata and sdist need no torch
+
+        class NeedsTorch(build_ext):
+            def run(self) -> None:
+                refuse("the library is built against an installed torch: install torch >= 2.11 first")
+
+        # Metadata and the sdist need no torch.
+        return {"ext_modules": [Extension("mori_ops._C", sources=[])], "cmdclass": {"build_ext": NeedsTorch}}
     if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < (2, 11):
-        raise SystemExit(f"mori_ops: needs torch >= 2.11 (float8_e8m0fnu in the stable ABI), found {torch.__version__}")
+        refuse(f"needs torch >= 2.11 (float8_e8m0fnu in the stable ABI), found torch {torch.__version__}")
 
     wanted = requested_backends()
-    toolkit = cuda_root(cpp_extension.CUDA_HOME)
-    use_cuda = "cuda" in wanted or ("auto" in wanted and torch.version.cuda is not None and toolkit is not None)
-    use_hip = "hip" in wanted or ("auto" in wanted and torch.version.hip is not None)
-    backends = "cpu" + (",cuda" if use_cuda else "") + (",hip" if use_hip else "")
-    print(f"mori_ops: building backends {backends} against torch {torch.__version__}")
-
-    defines = [
+    device = cuda_build(torch, cpp_extension, wanted) or hip_build(torch, cpp_extension, wanted)
+    backends = "cpu" + (f",{device.name}" if device else "")
+    common = [
         f"-DTORCH_TARGET_VERSION={TORCH_TARGET}",
         f'-DMORI_BUILT_BACKENDS="{backends}"',
         f'-DMORI_BUILT_TORCH="{torch.__version__}"',
+        "-O3",
+        "-std=c++17",
     ]
-    common = [*defines, "-O3", "-std=c++17"]
-    device_flags: list[str] = []
-    files = ["csrc/module.c"] + [s for s in sources(".cpp") if not s.endswith(("_sm90.cpp", "_gfx950.cpp"))]
-    libraries: list[str] = []
-    library_dirs: list[str] = []
-    link_args: list[str] = []
-    if use_cuda:
-        if toolkit is None:
-            raise SystemExit("mori_ops: MORI_BACKENDS=cuda needs a CUDA toolkit with nvcc: set CUDA_HOME")
-        cpp_extension.CUDA_HOME = toolkit  # None beside a CPU-only torch
-        files += sources("_sm90.cu", "_sm90.cpp")
-        device_flags = [*common, "-gencode=arch=compute_90a,code=sm_90a", "-Xcompiler=-fvisibility=hidden"]
-        libraries += ["cudart_static", "dl", "rt", "pthread"]
-        library_dirs.append(f"{toolkit}/lib64")
-    if use_hip:
-        files += sources("_gfx950.hip", "_gfx950.cpp")
-        device_flags = [*common, "--offload-arch=gfx950", "-fvisibility=hidden"]
-        libraries.append("amdhip64")  # the one bundled with torch: a system copy would start a second HIP runtime
-        library_dirs.append(str(Path(torch.__file__).parent / "lib"))
-    if use_cuda or use_hip:
-        # libtorch.so pulls the device library, whose stream accessor is a weak symbol here, into the symbol scope
-        link_args += ["-Wl,--no-as-needed", "-ltorch"]
+    files = ["csrc/module.c"] + [name for name in sources(".cpp") if not name.endswith(("_sm90.cpp", "_gfx950.cpp"))]
 
     class BuildExtension(cpp_extension.BuildExtension):
-        """torch's, with the CUDA version check left to nvcc when torch itself has no CUDA."""
-
         def build_extensions(self) -> None:
-            if torch.version.cuda is None:
-                cpp_extension._check_cuda_version = lambda *_: None
+            os.environ.setdefault("MAX_JOBS", str(default_jobs()))
+            # File times do not tell that the library in place was built for other backends or against another torch.
+            built = Path(self.get_ext_fullpath("mori_ops._C"))
+            self.force = built.is_file() and f"backends={backends};torch={torch.__version__};".encode() not in built.read_bytes()
+            print(f"mori_ops: building {backends} against torch {torch.__version__}, {os.environ['MAX_JOBS']} files at a time", flush=True)
             super().build_extensions()
 
-    # CppExtension also for .cu and .hip: CUDAExtension would hipify over hand-written siblings.
+    # CppExtension also for .cu and .hip: CUDAExtension would run its translator over hand-written siblings.
     module = cpp_extension.CppExtension(
         "mori_ops._C",
-        files,
-        depends=sources(".h", ".cuh"),
-        libraries=libraries,
-        library_dirs=library_dirs,
-        extra_link_args=link_args,
-        extra_compile_args={"cxx": [*common, "-fvisibility=hidden"], "nvcc": device_flags},
+        files + (device.files if device else []),
+        depends=["setup.py", *sources(".h", ".cuh")],
+        libraries=device.libraries if device else [],
+        library_dirs=device.library_dirs if device else [],
+        # libtorch.so brings in the device library, whose stream accessor is a weak symbol here.
+        extra_link_args=["-Wl,--no-as-needed", "-ltorch"] if device else [],
+        extra_compile_args={"cxx": [*common, "-fvisibility=hidden"], "nvcc": [*common, *device.flags] if device else []},
         py_limited_api=True,
     )
     return {
         "ext_modules": [module],
         "cmdclass": {"build_ext": BuildExtension},
-        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
+        # One folder of objects for every way to build, so that an editable install is incremental too.
+        "options": {"bdist_wheel": {"py_limited_api": "cp310"}, "build_ext": {"build_temp": "build/objects"}},
     }
 
 

@@ -4,8 +4,9 @@ import re
 
 import torch
 
-from mori_ops import _C  # noqa: F401  (loading it registers the operators)
+from mori_ops import _library
 
+_library.load()
 build_info = dict(re.findall(r"(\w+)=([^;]*);", torch.ops.mori.build_info()))
 
 from mori_ops import _registrations  # noqa: E402  (needs the schemas)

@@ -1,0 +1,45 @@
+# `make demo` and `make test` need Python >= 3.10 (with venv), a C++ compiler and make; the rest is set up in .venv.
+#   make PYTHON=python3.12        another interpreter
+#   make TORCH=torch==2.14.1      another torch
+#   make test ARGS="-k qsa -x"    arguments for pytest (for `make bench`: what to measure)
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+BUILD_TOOLS := setuptools==84.2.1 ninja==1.13.2
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check --quiet
+
+.PHONY: help demo test bench build clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make demo    the main job: a real model, attention and gated residual in a model, two tensor-parallel processes"
+	@echo "make test    the whole test suite"
+	@echo "make bench   measure every operator against its peers (ARGS=... for one of them)"
+	@echo "make build   the environment and the library only"
+	@echo "make clean   remove the environment and everything that was built"
+
+demo: build
+	$(PY) -m mori_ops.demo $(ARGS)
+
+test: build
+	$(PY) -m pytest $(ARGS)
+
+bench: ARGS ?= all
+bench: build
+	$(PY) -m bench $(ARGS)
+
+# Compiles what has changed since the last time.
+build: $(VENV)/installed
+	@$(PY) setup.py -q build_ext --inplace > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
+
+# torch is named again beside the package, so that no other requirement can replace it.
+$(VENV)/installed: pyproject.toml setup.py Makefile
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("mori_ops needs Python >= 3.10: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install "$(TORCH)" $(BUILD_TOOLS)
+	$(PIP) install --no-build-isolation "$(TORCH)" -e ".[test,demo,bench]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info mori_ops/_C*.so

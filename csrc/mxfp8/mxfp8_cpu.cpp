@@ -1,0 +1,355 @@
+// The GEMMs of the MXFP8 family on the CPU: C[m, n] = sum_k A[m, k] B[n, k] (+ bias[n]), formats in mxfp8.h.
+//
+// Every scale layout becomes one: fp32, A [M, K/32] and B [row groups, K/32]. The weight stays e4m3 and is decoded in registers.
+// A tile of up to 128 rows of B, which share their scales, meets up to 5 tokens at a time: the tokens' codes are decoded into L1
+// times both scales, so that the inner loop (mxfp8_cpu_kernels.h) knows no scales; it runs at FMA speed from 3 tokens on and at
+// memory speed below. Work is split over tiles and over bands of tokens; neither the split nor M changes a result's bits.
+//
+// A sum whose scale product leaves [2^-68, 2^38] is computed in float64 instead (exact_dot), for that token and tile by itself.
+#include "mxfp8.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <memory>
+
+#include <torch/headeronly/util/BFloat16.h>
+#include <torch/headeronly/util/Half.h>
+
+#include "../common/cpu_isa.h"
+#include "../common/mx.h"
+#include "../common/route.h"
+#include "mxfp8_cpu_avx2.h"
+#include "mxfp8_cpu_generic.h"
+#include "quantize.h"
+
+namespace mori::mxfp8 {
+namespace {
+
+constexpr float kLeastScale = 0x1p-68f, kMostScale = 0x1p38f;  // of a product of two scales in the fast kernels
+constexpr int64_t kBandTokens = 320;                           // tokens of one work item
+constexpr int64_t kGrainProducts = 1 << 16;                    // a smaller share is not worth a thread
+constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+struct Problem {
+  int64_t m, n, k;
+  const uint8_t* a;
+  const uint8_t* b;
+  std::vector<float> a_scale;         // [m, k/32]
+  std::vector<float> b_scale;         // [ceil(n/group), k/32]
+  int64_t group = kBlock;             // rows of b that share scales
+  const float* column_scale = nullptr;  // [n], quant="ptpc"
+  std::vector<float> bias;            // [n] or empty
+  int64_t blocks() const { return k / kBlock; }
+};
+
+// ---- load: scales and bias to fp32 ----
+
+bool all_zero(const uint8_t* codes, int64_t rows, int64_t stride) {
+  uint8_t magnitude = 0;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t i = 0; i < kBlock; ++i) magnitude |= codes[r * stride + i] & 0x7f;
+  return magnitude == 0;
+}
+
+// fp32 scales [row groups of `group` rows, K/32] from `get(group index, block)`. A block of zero codes gets scale 0 whatever finite
+// scale it came with: quantisers differ there, and an extreme one would otherwise cost the slow path.
+template <class Get>
+std::vector<float> expand_scales(const uint8_t* codes, int64_t rows, int64_t k, int64_t group, const Get& get) {
+  const int64_t groups = ceil_div(rows, group), blocks = k / kBlock;
+  std::vector<float> scales(groups * blocks);
+  torch::stable::parallel_for(0, groups, std::max<int64_t>(1, 8192 / std::max<int64_t>(1, blocks)), [&](int64_t begin, int64_t end) {
+    for (int64_t g = begin; g < end; ++g)
+      for (int64_t j = 0; j < blocks; ++j) {
+        float scale = get(g, j);
+        const float magnitude = std::fabs(scale);
+        const bool extreme = !(magnitude >= 0x1p-34f && magnitude <= 0x1p19f) && std::isfinite(scale);
+        if (extreme && all_zero(codes + g * group * k + j * kBlock, std::min(group, rows - g * group), k)) scale = 0;
+        scales[g * blocks + j] = scale;
+      }
+  });
+  return scales;
+}
+
+template <class T>
+const T* data(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+
+std::vector<float> to_fp32(const Tensor& t) {
+  const Tensor values = dense(t);
+  const int64_t n = values.numel();
+  std::vector<float> out(n);
+  if (values.scalar_type() == ScalarType::Float) std::copy_n(data<float>(values), n, out.data());
+  if (values.scalar_type() == ScalarType::BFloat16) std::copy_n(data<torch::headeronly::BFloat16>(values), n, out.data());
+  if (values.scalar_type() == ScalarType::Half) std::copy_n(data<torch::headeronly::Half>(values), n, out.data());
+  return out;
+}
+
+void set_scales(Problem& p, Quant quant, const Tensor& a_scale, const Tensor& b_scale) {
+  const int64_t blocks = p.blocks(), row_blocks = ceil_div(p.n, kBlock);
+  const auto expand_a = [&](auto get) { p.a_scale = expand_scales(p.a, p.m, p.k, 1, get); };
+  const auto expand_b = [&](auto get) { p.b_scale = expand_scales(p.b, p.n, p.k, p.group, get); };
+  switch (quant) {
+    case Quant::mxfp8_raw: {
+      const uint8_t *sa = data<uint8_t>(a_scale), *sb = data<uint8_t>(b_scale);
+      expand_a([=](int64_t m, int64_t j) { return mx::decode_e8m0(sa[m * blocks + j]); });
+      expand_b([=](int64_t g, int64_t j) { return mx::decode_e8m0(sb[g * blocks + j]); });
+      break;
+    }
+    case Quant::mxfp8: {
+      const uint8_t* sa = data<uint8_t>(a_scale);
+      const int32_t* sb = data<int32_t>(b_scale);
+      const int64_t dwords = ceil_div(p.m, kPackRows) * (kPackRows / 4);  // per block
+      expand_a([=](int64_t m, int64_t j) {
+        const int64_t dword = j * dwords + m / kPackRows * 16 + m % 16;
+        return mx::decode_e8m0(sa[dword * 4 + m % kPackRows / 16]);
+      });
+      expand_b([=](int64_t g, int64_t j) { return mx::decode_e8m0(static_cast<uint8_t>(sb[j * row_blocks + g])); });
+      break;
+    }
+    case Quant::ptpc: {
+      const float* sa = data<float>(a_scale);
+      p.group = kMaxTileRows;
+      expand_a([=](int64_t m, int64_t) { return sa[m]; });
+      expand_b([](int64_t, int64_t) { return 1.0f; });
+      p.column_scale = data<float>(b_scale);
+      break;
+    }
+    case Quant::blockscale: {
+      const float *sa = data<float>(a_scale), *sb = data<float>(b_scale);
+      const int64_t stride = ceil_div(p.k, kBlockscale), per = kBlockscale / kBlock;
+      p.group = kBlockscale;
+      expand_a([=](int64_t m, int64_t j) { return sa[m * stride + j / per]; });
+      expand_b([=](int64_t g, int64_t j) { return sb[g * stride + j / per]; });
+      break;
+    }
+  }
+}
+
+// ---- compute ----
+
+// The exact value of a float as a double, also where the thread flushes subnormals.
+double exact(float value) {
+  const uint32_t bits = mx::bits_of(value), magnitude = bits & mx::kMagnitudeBits;
+  if (magnitude >= mx::kMinNormalBits) return value;
+  return std::ldexp(static_cast<double>(magnitude), -149) * (bits >> 31 ? -1 : 1);
+}
+
+// One element of C without bias in float64: each value is decoded times its scale, so Inf and NaN scales act on zeros too.
+float exact_dot(const Problem& p, int64_t m, int64_t n) {
+  const uint8_t *a = p.a + m * p.k, *b = p.b + n * p.k;
+  const float* table = generic::e4m3_table().data();
+  const double column = p.column_scale ? exact(p.column_scale[n]) : 1.0;
+  double sum = 0;
+  for (int64_t j = 0; j < p.blocks(); ++j) {
+    const double a_scale = exact(p.a_scale[m * p.blocks() + j]), b_scale = exact(p.b_scale[n / p.group * p.blocks() + j]) * column;
+    for (int64_t i = j * kBlock; i < (j + 1) * kBlock; ++i) sum += table[a[i]] * a_scale * (table[b[i]] * b_scale);
+  }
+  return static_cast<float>(sum);
+}
+
+enum class Sum : uint8_t { fast, nan, wide };  // what a token's sums over one tile need
+
+// factor[0, blocks) = the products of a token's and a tile's scales, times `unit`.
+Sum combine_scales(const float* a_scale, const float* b_scale, int64_t blocks, float unit, float* factor) {
+  Sum need = Sum::fast;
+  for (int64_t j = 0; j < blocks; ++j) {
+    const float scale = a_scale[j] * b_scale[j], magnitude = std::fabs(scale);
+    factor[j] = scale * unit;
+    if (magnitude >= kLeastScale && magnitude <= kMostScale) continue;
+    if (std::isnan(a_scale[j]) || std::isnan(b_scale[j])) return Sum::nan;
+    const bool zero = (exact(a_scale[j]) == 0 && std::isfinite(b_scale[j])) || (exact(b_scale[j]) == 0 && std::isfinite(a_scale[j]));
+    if (!zero) need = Sum::wide;
+    factor[j] = 0;
+  }
+  return need;
+}
+
+struct Tile {
+  int64_t row, rows;      // of B
+  int64_t token, tokens;  // of A
+};
+
+// Writes one tile's C into `c` [tokens][kMaxTileRows], bias included.
+void compute_tile(const Problem& p, const Kernels& kernels, const Tile& tile, float* a, float* c) {
+  float factor[chunk_blocks(1)];
+  Sum need[kMaxTokens] = {};
+  uint8_t row_is_nan[kMaxTileRows] = {};
+  const int tokens = static_cast<int>(tile.tokens);
+  std::fill_n(c, tokens * kMaxTileRows, 0.0f);
+  for (int64_t first = 0; first < p.blocks(); first += chunk_blocks(tokens)) {
+    const int64_t blocks = std::min(chunk_blocks(tokens), p.blocks() - first);
+    for (int t = 0; t < tokens; ++t) {
+      const int64_t m = tile.token + t;
+      const Sum scales = combine_scales(&p.a_scale[m * p.blocks() + first], &p.b_scale[tile.row / p.group * p.blocks() + first], blocks, kernels.a_factor, factor);
+      const bool nan = kernels.decode(p.a + m * p.k + first * kBlock, factor, blocks, tokens, a + t * kLanes);
+      if (nan || scales == Sum::nan) need[t] = Sum::nan;
+      if (scales == Sum::wide && need[t] == Sum::fast) need[t] = Sum::wide;
+    }
+    kernels.dot({p.b + tile.row * p.k + first * kBlock, p.k, tile.rows, blocks, a, c, row_is_nan}, tokens);
+  }
+  for (int t = 0; t < tokens; ++t) {
+    float* line = c + t * kMaxTileRows;
+    for (int64_t r = 0; r < tile.rows; ++r) {
+      const int64_t n = tile.row + r;
+      line[r] *= kernels.out_factor;
+      bool wide = need[t] == Sum::wide;
+      if (p.column_scale) {
+        const float column = p.column_scale[n];
+        line[r] *= column;
+        wide |= !std::isnormal(column) && exact(column) != 0;
+      }
+      if (wide) line[r] = exact_dot(p, tile.token + t, n);
+      if (need[t] == Sum::nan || row_is_nan[r]) line[r] = kNan;
+      if (!p.bias.empty()) line[r] += p.bias[n];
+    }
+  }
+}
+
+// ---- store ----
+
+template <class T>
+void store(const float* c, const Tile& tile, int64_t n, void* out) {
+  for (int64_t t = 0; t < tile.tokens; ++t) {
+    T* line = static_cast<T*>(out) + (tile.token + t) * n + tile.row;
+    for (int64_t r = 0; r < tile.rows; ++r) line[r] = static_cast<T>(c[t * kMaxTileRows + r]);
+  }
+}
+
+void store(const float* c, const Tile& tile, int64_t n, void* out, ScalarType dtype) {
+  if (dtype == ScalarType::Float) return store<float>(c, tile, n, out);
+  if (dtype == ScalarType::BFloat16) return store<torch::headeronly::BFloat16>(c, tile, n, out);
+  store<torch::headeronly::Half>(c, tile, n, out);
+}
+
+// ---- launch ----
+
+const Kernels& kernels_for(CpuIsa isa) {
+#if MORI_X86
+  if (isa == CpuIsa::avx2) return avx2::kKernels;
+#endif
+  return generic::kKernels;
+}
+
+void run(const Problem& p, Tensor& out) {
+  const Kernels& kernels = kernels_for(cpu_isa());
+  void* result = out.mutable_data_ptr();
+  const ScalarType dtype = out.scalar_type();
+  const int64_t tiles = ceil_div(p.n, p.group), bands = ceil_div(p.m, kBandTokens);
+  const int64_t item_products = std::max<int64_t>(1, p.group * std::min(p.m, kBandTokens) * p.k);
+  torch::stable::parallel_for(0, tiles * bands, std::max<int64_t>(1, kGrainProducts / item_products), [&](int64_t begin, int64_t end) {
+    alignas(64) float a[kDecodedFloats];
+    alignas(64) float c[kMaxTokens * kMaxTileRows];
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t row = item / bands * p.group, first = item % bands * kBandTokens;
+      const int64_t band = std::min(kBandTokens, p.m - first), passes = ceil_div(band, kMaxTokens);
+      for (int64_t pass = 0; pass < passes; ++pass) {
+        const int64_t token = first + band * pass / passes, next = first + band * (pass + 1) / passes;
+        const Tile tile = {row, std::min(p.group, p.n - row), token, next - token};
+        compute_tile(p, kernels, tile, a, c);
+        store(c, tile, p.n, result, dtype);
+      }
+    }
+  });
+}
+
+constexpr Route kRoutes[] = {
+    {"one pass", [](const RouteDims& d) { return d[0] <= kMaxTokens; }, "up to 5 tokens: the weight is read and decoded once"},
+    {"token groups", nullptr, "3 to 5 tokens at a time over a tile of the weight in L2; same bits as one pass"},
+};
+
+// ---- operators ----
+
+using Bias = std::optional<Tensor>;
+
+constexpr const char* name_of(Quant quant) {
+  return quant == Quant::mxfp8 ? "mxfp8" : quant == Quant::mxfp8_raw ? "mxfp8_raw" : "scaled_gemm";
+}
+
+void check_result(const char* op, const GemmShape& shape, const Tensor& out, std::initializer_list<const Tensor*> inputs) {
+  check_out(op, "out", out, shape.out_sizes, {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float}, inputs);
+}
+
+void run_gemm(const GemmShape& shape, Quant quant, const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale, const Bias& bias, Tensor& out) {
+  const Tensor codes_a = dense(a), codes_b = dense(b), scale_a = dense(a_scale), scale_b = dense(b_scale);
+  Problem p = {shape.m, shape.n, shape.k, data<uint8_t>(codes_a), data<uint8_t>(codes_b)};
+  set_scales(p, quant, scale_a, scale_b);
+  if (bias) p.bias = to_fp32(*bias);
+  run(p, out);
+}
+
+void run_linear(const GemmShape& shape, const Tensor& x, const Tensor& b, const Tensor& b_scale, const Bias& bias, Rounding rounding, Tensor& out) {
+  const Tensor values = dense(x);
+  Tensor codes = torch::stable::new_empty(x, {shape.m, shape.k}, ScalarType::Float8_e4m3fn);
+  Tensor scale = torch::stable::new_empty(x, {shape.m, shape.k / kBlock}, ScalarType::Byte);
+  quantize_rows_cpu(values, rounding, static_cast<uint8_t*>(codes.mutable_data_ptr()), static_cast<uint8_t*>(scale.mutable_data_ptr()));
+  run_gemm(shape, Quant::mxfp8_raw, codes, b, scale, b_scale, bias, out);
+}
+
+Tensor gemm(const char* op, Quant quant, const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale, const Bias& bias,
+            std::optional<ScalarType> out_dtype) {
+  const GemmShape shape = check_gemm(op, quant, a, b, a_scale, b_scale, bias);
+  Tensor out = torch::stable::new_empty(a, shape.out_sizes, check_out_dtype(op, out_dtype, ScalarType::BFloat16));
+  run_gemm(shape, quant, a, b, a_scale, b_scale, bias, out);
+  return out;
+}
+
+void gemm_out(const char* op, Quant quant, const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale, const Bias& bias,
+              Tensor& out) {
+  const GemmShape shape = check_gemm(op, quant, a, b, a_scale, b_scale, bias);
+  check_result(op, shape, out, {&a, &b, &a_scale, &b_scale, bias ? &*bias : nullptr});
+  run_gemm(shape, quant, a, b, a_scale, b_scale, bias, out);
+}
+
+template <Quant quant>
+Tensor mxfp8_op(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale, Bias bias, std::optional<ScalarType> out_dtype) {
+  return gemm(name_of(quant), quant, a, b, a_scale, b_scale, bias, out_dtype);
+}
+
+template <Quant quant>
+void mxfp8_op_out(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale, Bias bias, Tensor& out) {
+  gemm_out(name_of(quant), quant, a, b, a_scale, b_scale, bias, out);
+}
+
+Tensor scaled_gemm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale, std::string quant, Bias bias,
+                   std::optional<ScalarType> out_dtype) {
+  return gemm("scaled_gemm", parse_quant("scaled_gemm", quant), a, b, a_scale, b_scale, bias, out_dtype);
+}
+
+void scaled_gemm_out(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale, std::string quant, Bias bias, Tensor& out) {
+  gemm_out("scaled_gemm", parse_quant("scaled_gemm", quant), a, b, a_scale, b_scale, bias, out);
+}
+
+Tensor mxfp8_linear(const Tensor& x, const Tensor& b, const Tensor& b_scale, Bias bias, std::string rounding, std::optional<ScalarType> out_dtype) {
+  const GemmShape shape = check_linear(x, b, b_scale, bias);
+  const Rounding mode = parse_rounding("mxfp8_linear", rounding);
+  Tensor out = torch::stable::new_empty(x, shape.out_sizes, check_out_dtype("mxfp8_linear", out_dtype, x.scalar_type()));
+  run_linear(shape, x, b, b_scale, bias, mode, out);
+  return out;
+}
+
+void mxfp8_linear_out(const Tensor& x, const Tensor& b, const Tensor& b_scale, Bias bias, std::string rounding, Tensor& out) {
+  const GemmShape shape = check_linear(x, b, b_scale, bias);
+  const Rounding mode = parse_rounding("mxfp8_linear", rounding);
+  check_result("mxfp8_linear", shape, out, {&x, &b, &b_scale, bias ? &*bias : nullptr});
+  run_linear(shape, x, b, b_scale, bias, mode, out);
+}
+
+const RegisterRoutes kRegistered[] = {
+    {"mxfp8", "cpu", kRoutes}, {"mxfp8_raw", "cpu", kRoutes}, {"mxfp8_linear", "cpu", kRoutes}, {"scaled_gemm", "cpu", kRoutes}};
+
+}  // namespace
+}  // namespace mori::mxfp8
+
+STABLE_TORCH_LIBRARY_IMPL(mori, CPU, m) {
+  using namespace mori::mxfp8;
+  m.impl("mxfp8", TORCH_BOX(&mxfp8_op<Quant::mxfp8>));
+  m.impl("mxfp8.out", TORCH_BOX(&mxfp8_op_out<Quant::mxfp8>));
+  m.impl("mxfp8_raw", TORCH_BOX(&mxfp8_op<Quant::mxfp8_raw>));
+  m.impl("mxfp8_raw.out", TORCH_BOX(&mxfp8_op_out<Quant::mxfp8_raw>));
+  m.impl("scaled_gemm", TORCH_BOX(&scaled_gemm));
+  m.impl("scaled_gemm.out", TORCH_BOX(&scaled_gemm_out));
+  m.impl("mxfp8_linear", TORCH_BOX(&mxfp8_linear));
+  m.impl("mxfp8_linear.out", TORCH_BOX(&mxfp8_linear_out));
+}

@@ -1,0 +1,147 @@
+// AVX2 kernels of the CPU GEMM (contract: mxfp8_cpu_kernels.h).
+//
+// Decoding: the bits s eeee mmm of a code, shifted right arithmetically to fp32's s........ eeee mmm and masked, are the code's
+// value times 2^-120, subnormal codes included (they become fp32 subnormals). 32 codes are loaded as 8 dwords; two 16-bit
+// shifts serve four codes each, so a code costs 9/32 of an instruction and no shuffle. NaN codes come out as 480 * 2^-120
+// and are found beside it, with a byte maximum.
+//
+// FMA ports bound it from 3 tokens on (2 per clock; decoding runs on the other two), memory below. Tried and lost: fp16 bits and
+// vcvtph2ps (15 instead of 9 instructions per 32 codes).
+#pragma once
+
+#include "../common/cpu_isa.h"
+#include "mxfp8_cpu_kernels.h"
+
+#if MORI_X86
+
+namespace mori::mxfp8::avx2 {
+
+// Subnormal operands count: the calling thread may have asked to flush them (torch.set_flush_denormal).
+class KeepSubnormals {
+ public:
+  KeepSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~kFlushBits); }
+  ~KeepSubnormals() { _mm_setcsr(saved_); }
+  KeepSubnormals(const KeepSubnormals&) = delete;
+  KeepSubnormals& operator=(const KeepSubnormals&) = delete;
+
+ private:
+  static constexpr unsigned kFlushBits = 0x8040;  // FTZ, DAZ
+  unsigned saved_;
+};
+
+// The codes 4l + kOrder[i] of 8 dwords, times 2^-120.
+template <int I>
+MORI_AVX2_INLINE __m256 decode_dwords(__m256i codes) {
+  const __m256i mask = _mm256_set1_epi32(static_cast<int>(0x87f00000));
+  const __m256i upper = I < 2 ? codes : _mm256_slli_epi16(codes, 8);  // the two codes in the high bytes of their 16 bits
+  const __m256i shifted = _mm256_srai_epi16(upper, 4);
+  return _mm256_castsi256_ps(_mm256_and_si256(I % 2 == 0 ? shifted : _mm256_slli_epi32(shifted, 16), mask));
+}
+
+// 255 in a byte whose code is NaN (0x7f or 0xff), less elsewhere.
+MORI_AVX2_INLINE __m256i nan_mark(__m256i codes) { return _mm256_or_si256(codes, _mm256_set1_epi8(static_cast<char>(0x80))); }
+
+MORI_AVX2_INLINE bool holds_nan(__m256i marks) {
+  return _mm256_movemask_epi8(_mm256_cmpeq_epi8(marks, _mm256_set1_epi8(-1))) != 0;
+}
+
+MORI_AVX2_INLINE __m256i load(const uint8_t* codes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)); }
+
+MORI_AVX2 inline bool decode(const uint8_t* codes, const float* scale, int64_t blocks, int tokens, float* a) {
+  const KeepSubnormals keep;
+  const __m256 unit = _mm256_set1_ps(0x1p120f);
+  __m256i marks = _mm256_setzero_si256();
+  for (int64_t j = 0; j < blocks; ++j, a += 4 * tokens * kLanes) {
+    const __m256i block = load(codes + 32 * j);
+    const __m256 factor = _mm256_broadcast_ss(scale + j);
+    marks = _mm256_max_epu8(marks, nan_mark(block));
+    _mm256_storeu_ps(a, _mm256_mul_ps(_mm256_mul_ps(decode_dwords<0>(block), unit), factor));
+    _mm256_storeu_ps(a + tokens * kLanes, _mm256_mul_ps(_mm256_mul_ps(decode_dwords<1>(block), unit), factor));
+    _mm256_storeu_ps(a + 2 * tokens * kLanes, _mm256_mul_ps(_mm256_mul_ps(decode_dwords<2>(block), unit), factor));
+    _mm256_storeu_ps(a + 3 * tokens * kLanes, _mm256_mul_ps(_mm256_mul_ps(decode_dwords<3>(block), unit), factor));
+  }
+  return holds_nan(marks);
+}
+
+MORI_AVX2_INLINE float sum_of_chains(__m256 chains) {
+  const __m128 quarter = _mm_add_ps(_mm256_castps256_ps128(chains), _mm256_extractf128_ps(chains, 1));
+  const __m128 half = _mm_add_ps(quarter, _mm_movehl_ps(quarter, quarter));
+  return _mm_cvtss_f32(_mm_add_ss(half, _mm_movehdup_ps(half)));
+}
+
+template <int I, int Rows, int Tokens>
+MORI_AVX2_INLINE void step(const __m256i (&codes)[Rows], const float* a, __m256 (&chains)[Rows][Tokens]) {
+  __m256 weight[Rows];
+#pragma GCC unroll 8
+  for (int r = 0; r < Rows; ++r) weight[r] = decode_dwords<I>(codes[r]);
+#pragma GCC unroll 8
+  for (int t = 0; t < Tokens; ++t) {
+    const __m256 value = _mm256_load_ps(a + (I * Tokens + t) * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < Rows; ++r) chains[r][t] = _mm256_fmadd_ps(weight[r], value, chains[r][t]);
+  }
+}
+
+// `Rows` rows from row r on.
+template <int Rows, int Tokens>
+MORI_AVX2_INLINE void dot_rows(const Pass& pass, int64_t r) {
+  const uint8_t* b = pass.b + r * pass.row_stride;
+  const float* a = pass.a;
+  __m256i marks = _mm256_setzero_si256();
+  for (int64_t first = 0; first < pass.blocks; first += kSpan) {
+    const int64_t last = first + kSpan < pass.blocks ? first + kSpan : pass.blocks;
+    __m256 chains[Rows][Tokens];
+#pragma GCC unroll 8
+    for (int i = 0; i < Rows; ++i)
+#pragma GCC unroll 8
+      for (int t = 0; t < Tokens; ++t) chains[i][t] = _mm256_setzero_ps();
+    for (int64_t j = first; j < last; ++j, a += 4 * Tokens * kLanes) {
+      __m256i codes[Rows];
+#pragma GCC unroll 8
+      for (int i = 0; i < Rows; ++i) {
+        codes[i] = load(b + i * pass.row_stride + 32 * j);
+        marks = _mm256_max_epu8(marks, nan_mark(codes[i]));
+      }
+      step<0>(codes, a, chains);
+      step<1>(codes, a, chains);
+      step<2>(codes, a, chains);
+      step<3>(codes, a, chains);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < Rows; ++i)
+#pragma GCC unroll 8
+      for (int t = 0; t < Tokens; ++t) pass.total[t * kMaxTileRows + r + i] += sum_of_chains(chains[i][t]);
+  }
+  if (!holds_nan(marks)) return;
+  for (int i = 0; i < Rows; ++i) {
+    marks = _mm256_setzero_si256();
+    for (int64_t j = 0; j < pass.blocks; ++j) marks = _mm256_max_epu8(marks, nan_mark(load(b + i * pass.row_stride + 32 * j)));
+    pass.row_is_nan[r + i] |= holds_nan(marks);
+  }
+}
+
+template <int Rows, int Tokens>
+MORI_AVX2 void dot_tokens(const Pass& pass) {
+  const KeepSubnormals keep;
+  int64_t r = 0;
+  for (; r + Rows <= pass.rows; r += Rows) dot_rows<Rows, Tokens>(pass, r);
+  for (; r < pass.rows; ++r) dot_rows<1, Tokens>(pass, r);
+}
+
+// Rows at once: 8 to 10 chains hide the latency of the FMAs and fit into 16 registers.
+inline void dot(const Pass& pass, int tokens) {
+  switch (tokens) {
+    case 1: return dot_tokens<4, 1>(pass);
+    case 2: return dot_tokens<4, 2>(pass);
+    case 3: return dot_tokens<3, 3>(pass);
+    case 4: return dot_tokens<2, 4>(pass);
+    default: return dot_tokens<2, 5>(pass);
+  }
+}
+
+// Decoded weights are 2^-120 too small. Half of that goes onto A and the rest onto the result.
+constexpr Kernels kKernels = {0x1p80f, 0x1p40f, decode, dot};
+
+}  // namespace mori::mxfp8::avx2
+
+#endif

@@ -28,6 +28,7 @@ STABLE_TORCH_LIBRARY(mori, m) {
   // GEMM with a tensor-parallel all-reduce (mori_ops/distributed.py)
   m.def("gemm_ar(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, str quant, str group_name, *, Tensor? bias=None, ScalarType? out_dtype=None, str wire=\"bf16\") -> Tensor");
   m.def("gemm_ar.out(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, str quant, str group_name, *, Tensor? bias=None, str wire=\"bf16\", Tensor(a!) out) -> ()");
+  m.def("_gemm_ar_check(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, str quant, Tensor? bias, str wire, ScalarType? out_dtype, Tensor? out) -> ()");
 
   // Attention over selected cells (csrc/qsa/*)
   m.def("kv_quantize(Tensor x) -> (Tensor, Tensor)");

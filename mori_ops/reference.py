@@ -140,7 +140,7 @@ def scaled_gemm(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, quant: s
         right = e4m3_value(b) * b_scale.to(torch.float64)[:, None]
     elif quant == "blockscale":
         across_k = lambda scale: scale.to(torch.float64).repeat_interleave(BLOCKSCALE_BLOCK, -1)[..., :k]  # noqa: E731
-        left = e4m3_value(rows) * across_k(a_scale.reshape(m, -1))
+        left = e4m3_value(rows) * across_k(a_scale.reshape(m, a_scale.shape[-1]))
         right = e4m3_value(b) * across_k(b_scale.repeat_interleave(BLOCKSCALE_BLOCK, 0)[:n])
     else:
         raise ValueError(f"unknown quant {quant!r}")

@@ -22,7 +22,7 @@ def at_least(name: str, value: float, limit: float) -> Check:
 
 
 def table(checks: list[Check]) -> Table:
-    result = Table("check", title="Checks")
+    result = Table("check", title="Checks", title_justify="left")
     result.add_column("value", justify="right")
     result.add_column("limit", justify="right")
     result.add_column("")

@@ -5,10 +5,10 @@ Every rank holds a K slice of the activations and of the weight and gets the who
   1. check      the arguments of this rank; a refusal is told to the others before it is raised
   2. agree      a header of six integers from every rank to every rank: all raise, or none does
   3. GEMM       the local partial sum in fp32
-  4. reduce     each rank receives its band of rows from every rank and adds them up in rank order, in fp32
-  5. gather     bias and the single rounding, then every band to every rank, in the output dtype or as e4m3 (`wire="fp8"`)
+  4. reduce     partial sums travel in fp32 and are added up in rank order; then the bias, then the single rounding
+  5. gather     where ranks reduced bands of rows: every band to every rank, in the output dtype or as e4m3 (`wire="fp8"`)
 
-The order of every sum is fixed, so the result is the same bits on all ranks and in every run.
+The order of every sum is fixed, so the result is the same bits on all ranks, in every run and by every algorithm.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+
+from mori_ops.routes import route
 
 QUANTS = ("ptpc", "blockscale", "mxfp8", "mxfp8_raw")
 WIRES = ("bf16", "fp8")
@@ -160,6 +162,9 @@ class Gemm:
         """This rank's summand, fp32 [M, N]."""
         return torch.ops.mori.scaled_gemm(*self.operands, out_dtype=torch.float32).view(-1, self.b.shape[0])
 
+    def with_bias(self, total: torch.Tensor) -> torch.Tensor:
+        return total if self.bias is None else total.add_(self.bias)
+
 
 def agree(header: list[int], group: Group) -> None:
     """Raises on every rank unless all came with the same header."""
@@ -217,16 +222,29 @@ def exchange(send: torch.Tensor, send_rows: list[int], receive: torch.Tensor, re
     )
 
 
-def reduce_band(partial: torch.Tensor, group: Group) -> torch.Tensor:
-    """The sum of this rank's band of rows, fp32, added up in rank order."""
-    bands = group.shares(len(partial))
-    rows = bands[group.rank]
-    summands = partial.new_empty(group.world, rows, partial.shape[1])
-    exchange(partial, bands, summands.view(-1, partial.shape[1]), [rows] * group.world, group)
+def add_in_rank_order(summands: torch.Tensor) -> torch.Tensor:
+    """[world, rows, N] -> [rows, N], whatever the number of rows the same order of additions."""
     total = summands[0]
     for summand in summands[1:]:
         total += summand
     return total
+
+
+def all_summands(partial: torch.Tensor, group: Group) -> torch.Tensor:
+    """Every rank's partial sum, [world, M, N]."""
+    summands = partial.new_empty(group.world, *partial.shape)
+    rows = [len(partial)] * group.world
+    exchange(partial.repeat(group.world, 1), rows, summands.flatten(0, 1), rows, group)
+    return summands
+
+
+def band_summands(partial: torch.Tensor, group: Group) -> torch.Tensor:
+    """Every rank's partial sum of this rank's band of rows, [world, rows, N]."""
+    bands = group.shares(len(partial))
+    rows = bands[group.rank]
+    summands = partial.new_empty(group.world, rows, partial.shape[1])
+    exchange(partial, bands, summands.flatten(0, 1), [rows] * group.world, group)
+    return summands
 
 
 def gather_bands(band: torch.Tensor, gathered: torch.Tensor, group: Group) -> None:
@@ -247,11 +265,19 @@ def decode_rows(payload: torch.Tensor) -> torch.Tensor:
     return codes.float() * scale
 
 
+def plain(gemm: Gemm, group: Group, out: torch.Tensor) -> None:
+    torch.ops.mori.scaled_gemm.out(*gemm.operands, bias=gemm.bias, out=out.view(gemm.out_shape))
+
+
+def one_shot(gemm: Gemm, group: Group, out: torch.Tensor) -> None:
+    """Everyone's partial sums to everyone: one exchange, for few rows, where latency is what counts."""
+    total = gemm.with_bias(add_in_rank_order(all_summands(gemm.partial(), group)))
+    out.copy_(total if gemm.wire == "bf16" else decode_rows(encode_rows(total)))  # rows have the bits of two_shot
+
+
 def two_shot(gemm: Gemm, group: Group, out: torch.Tensor) -> None:
     """Reduce-scatter and gather by bands of rows: each rank moves about two copies of the result, whatever the world."""
-    band = reduce_band(gemm.partial(), group)
-    if gemm.bias is not None:
-        band += gemm.bias.float()
+    band = gemm.with_bias(add_in_rank_order(band_summands(gemm.partial(), group)))
     if gemm.wire == "bf16":
         gather_bands(band.to(out.dtype), out, group)
     else:
@@ -260,12 +286,8 @@ def two_shot(gemm: Gemm, group: Group, out: torch.Tensor) -> None:
         out.copy_(decode_rows(payload))
 
 
-Algorithm = Callable[[Gemm, Group, torch.Tensor], None]  # the last: out [M, N]
-
-
-def algorithm(gemm: Gemm, group: Group) -> Algorithm:
-    """Which algorithm serves this call; the same choice on every rank, since all agreed on what it looks at."""
-    return two_shot
+# Which one serves a call stands in csrc/gemm_ar/gemm_ar.cpp; the table looks only at what all ranks have agreed on.
+ALGORITHMS: dict[str, Callable[[Gemm, Group, torch.Tensor], None]] = {"plain": plain, "one_shot": one_shot, "two_shot": two_shot}
 
 
 def run(gemm: Gemm, name: str, out: torch.Tensor | None) -> torch.Tensor:
@@ -280,10 +302,10 @@ def run(gemm: Gemm, name: str, out: torch.Tensor | None) -> torch.Tensor:
         agree(gemm.header(), group)
     if out is None:
         out = gemm.a.new_empty(gemm.out_shape, dtype=gemm.out_dtype)
-    if group.world == 1:
-        torch.ops.mori.scaled_gemm.out(*gemm.operands, bias=gemm.bias, out=out)
-    elif out.numel():
-        algorithm(gemm, group)(gemm, group, out.view(-1, out.shape[-1]))
+    if out.numel():
+        rows = out.view(-1, out.shape[-1])
+        kernel = route("gemm_ar", device=out.device, world=group.world, m=rows.shape[0], n=rows.shape[1]).kernel
+        ALGORITHMS[kernel](gemm, group, rows)
     return out
 
 

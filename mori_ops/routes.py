@@ -12,6 +12,7 @@ DIMENSIONS = {
     "mxfp8_raw": _GEMM,
     "mxfp8_linear": _GEMM,
     "scaled_gemm": _GEMM,
+    "gemm_ar": ("world", "m", "n"),
     "qsa_flash": ("t", "s", "cells", "hq", "hkv", "d"),
     "gr_down": ("ntok", "n", "k"),
 }
@@ -29,7 +30,7 @@ def route(op: str, *, device: str | torch.device = "cpu", **dims: int) -> Route:
     Args:
         op: an operator with a choice of kernels, e.g. ``"mxfp8_raw"``.
         device: ``"cpu"``, ``"cuda"`` or ``"mps"``; only the type counts.
-        **dims: the operator's dimensions: ``m, n, k`` (GEMMs), ``t, s, cells, hq, hkv, d`` (qsa_flash),
+        **dims: the operator's dimensions: ``m, n, k`` (GEMMs), ``world, m, n`` (gemm_ar), ``t, s, cells, hq, hkv, d`` (qsa_flash),
             ``ntok, n, k`` (gr_down).
 
     >>> mori_ops.route("mxfp8_raw", m=4, n=7168, k=2048).kernel

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mori_ops
-from mori_ops import reference
+from mori_ops import distributed, reference
 from tests import cases
 from tests.distributed_worker import Ranks
 
@@ -188,6 +188,26 @@ def check_random_sums(group) -> None:
             cases.assert_close(result, expected, limit)
             assert cases.same_bits(mori_ops.gemm_ar(*operands, quant, group, out_dtype=out_dtype), result)
             assert_same_on_all_ranks(result, group)
+
+
+def test_the_route_says_which_algorithm_runs():
+    assert mori_ops.route("gemm_ar", world=1, m=4096, n=7168).kernel == "plain"
+    assert mori_ops.route("gemm_ar", world=2, m=1, n=7168).kernel == "one_shot"
+    assert mori_ops.route("gemm_ar", world=2, m=4096, n=7168).kernel == "two_shot"
+
+
+def check_rows_do_not_depend_on_m(group) -> None:
+    a, b, a_scale, b_scale = random_operands(group.rank(), 70, 1024, 64, "mxfp8_raw")
+    for wire in distributed.WIRES:
+        many = mori_ops.gemm_ar(a, b, a_scale, b_scale, "mxfp8_raw", group, wire=wire)
+        few = mori_ops.gemm_ar(a[:5], b, a_scale[:5], b_scale, "mxfp8_raw", group, wire=wire)
+        assert cases.same_bits(many[:5], few)
+
+
+def test_a_row_has_the_same_bits_by_every_algorithm(ranks):
+    kernels = [mori_ops.route("gemm_ar", world=3, m=m, n=1024).kernel for m in (5, 70)]
+    assert kernels == ["one_shot", "two_shot"]
+    ranks.run(check_rows_do_not_depend_on_m, world=3)
 
 
 @pytest.mark.parametrize("world", [2, 3])

@@ -5,6 +5,9 @@ from collections.abc import Collection
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from mori_ops import distributed
 
 
 class Mxfp8Linear(nn.Module):
@@ -101,3 +104,33 @@ class GatedResidualRead(nn.Module):
 
     def extra_repr(self) -> str:
         return f"rank={self.rank}, hc={self.hc}, width={self.norm_weight.numel()}, eps={self.eps}"
+
+
+class RowParallelMxfp8Linear(Mxfp8Linear):
+    """One rank's slice of a linear layer that is split along K: y = sum over ranks of x_r @ W_r.T (+ bias once), on every rank.
+
+    x [.., K_r], this rank's slice of the activations -> [.., N], in dtypes as Mxfp8Linear; one gemm_ar call. Buffers as
+    there, of the slice; `bias` is the same on every rank. `group` is a process group, its name, or None: the default group
+    at construction, or this process alone. `wire` is gemm_ar's.
+    """
+
+    def __init__(self, codes: Tensor, scale: Tensor, bias: Tensor | None = None, *, group: ProcessGroup | str | None = None,
+                 rounding: str = "rceil", wire: str = "bf16"):
+        super().__init__(codes, scale, bias, rounding=rounding)
+        self.group_name, self.wire = distributed.group_name(group), wire
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, *, group: ProcessGroup | str | None = None, rounding: str = "rceil",
+                    wire: str = "bf16") -> "RowParallelMxfp8Linear":
+        """Quantises this rank's slice, mori_ops.distributed.shard(K, group), of the whole layer's weight."""
+        mine = distributed.shard(linear.in_features, group)
+        codes, scale = torch.ops.mori.mxfp8_quantize_weight(linear.weight.detach()[:, mine], rounding=rounding)
+        bias = None if linear.bias is None else linear.bias.detach().clone()
+        return cls(codes, scale, bias, group=group, rounding=rounding, wire=wire)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out_dtype = torch.get_autocast_dtype(x.device.type) if torch.is_autocast_enabled(x.device.type) else x.dtype
+        a, a_scale = torch.ops.mori.mxfp8_quantize(x, rounding=self.rounding)
+        b = self.codes.view(torch.float8_e4m3fn)
+        return torch.ops.mori.gemm_ar(a, b, a_scale, self.scale, "mxfp8_raw", self.group_name, bias=self.bias,
+                                      out_dtype=out_dtype, wire=self.wire)

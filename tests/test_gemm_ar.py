@@ -13,6 +13,8 @@ from torch import Tensor
 
 import mori_ops
 from mori_ops import distributed, reference
+from mori_ops.distributed import shard
+from mori_ops.nn import Mxfp8Linear, RowParallelMxfp8Linear
 from tests import cases
 from tests.distributed_worker import Ranks
 
@@ -468,3 +470,60 @@ def check_opcheck(group) -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_opcheck_and_inference_mode(ranks, world):
     ranks.run(check_opcheck, world=world)
+
+
+# --- the layer --------------------------------------------------------------------------------------------------------
+
+
+def whole_layer(features: int) -> tuple[torch.nn.Linear, Tensor]:
+    torch.manual_seed(11)
+    return torch.nn.Linear(features, 40), torch.randn(2, 3, features)
+
+
+def check_row_parallel_layer(group) -> None:
+    linear, x = whole_layer(160)  # five blocks: the ranks hold slices of different width
+    whole = Mxfp8Linear.from_linear(linear)
+    layer = RowParallelMxfp8Linear.from_linear(linear, group=group)
+    mine = shard(160, group)
+    assert layer.in_features == mine.stop - mine.start
+    assert torch.equal(layer.dequantize(), whole.dequantize()[:, mine])
+    assert torch.equal(layer.bias, linear.bias)
+    for dtype in cases.DTYPES:
+        y = layer(x[..., mine].to(dtype))
+        assert y.shape == (2, 3, 40)
+        cases.assert_close(y, reference.mxfp8_linear(x.to(dtype), *quantised(whole), bias=linear.bias))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert layer(x[..., mine]).dtype == torch.bfloat16
+    starts = [None] * group.size()
+    dist.all_gather_object(starts, (mine.start, mine.stop), group=group)
+    assert starts[0][0] == 0 and starts[-1][1] == 160
+    assert all(left[1] == right[0] for left, right in zip(starts, starts[1:]))
+
+
+def quantised(layer: Mxfp8Linear) -> tuple[Tensor, Tensor]:
+    return layer.codes.view(torch.float8_e4m3fn), layer.scale
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_row_parallel_layer_is_the_whole_layer(ranks, world):
+    ranks.run(check_row_parallel_layer, world=world)
+
+
+def check_layer_that_cannot_be_split(group) -> None:
+    assert message(ValueError, shard, 100, group) == (
+        "shard: features must be a multiple of 32, a block or more for each of 3 ranks, got 100"
+    )
+    linear, _ = whole_layer(64)
+    assert "for each of 3 ranks, got 64" in message(ValueError, RowParallelMxfp8Linear.from_linear, linear, group=group)
+
+
+def test_a_layer_with_fewer_blocks_than_ranks_is_refused(ranks):
+    ranks.run(check_layer_that_cannot_be_split, world=3)
+
+
+def test_the_layer_alone_is_the_mxfp8_layer_and_exports():
+    linear, x = whole_layer(160)
+    layer = RowParallelMxfp8Linear.from_linear(linear, group="")
+    expected = Mxfp8Linear.from_linear(linear)(x)
+    assert torch.equal(layer(x), expected)
+    assert torch.equal(torch.export.export(layer, (x,)).module()(x), expected)

@@ -8,6 +8,7 @@
 #include "quantize.h"
 
 #include <algorithm>
+#include <type_traits>
 
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
@@ -25,6 +26,8 @@ constexpr int64_t kChunk = 64;          // blocks between the two passes: at mos
 constexpr int64_t kGrainBlocks = 1024;  // least work for a thread
 // Up to this scale a block may hold fp32 subnormals that are worth a code: at 2^-116 the largest is below 2^-10.
 constexpr uint8_t kLastSubnormalScale = 10;
+// The bf16 kernel multiplies by 2^-8 / scale, an fp32 normal up to this scale.
+constexpr uint8_t kLastHalfScale = 245;
 
 // ---- One ISA = a pair of kernels over `blocks` consecutive blocks of 32.
 
@@ -69,17 +72,31 @@ MORI_AVX2_INLINE __m256i load8(const Half* x) {
   return _mm256_castps_si256(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x))));
 }
 
+MORI_AVX2_INLINE __m256i load16(const BFloat16* x) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)); }
+
+template <class T>
+MORI_AVX2_INLINE uint32_t block_amax_avx2(const T* x) {
+  __m256i top = _mm256_setzero_si256();
+  for (int i = 0; i < 4; ++i) top = _mm256_max_epi32(top, _mm256_and_si256(load8(x + 8 * i), _mm256_set1_epi32(mx::kMagnitudeBits)));
+  __m128i m = _mm_max_epi32(_mm256_castsi256_si128(top), _mm256_extracti128_si256(top, 1));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0x4e));
+  m = _mm_max_epi32(m, _mm_shuffle_epi32(m, 0xb1));
+  return static_cast<uint32_t>(_mm_cvtsi128_si32(m));
+}
+
+MORI_AVX2_INLINE uint32_t block_amax_avx2(const BFloat16* x) {
+  const __m256i magnitude = _mm256_set1_epi16(0x7fff);
+  const __m256i low = _mm256_and_si256(load16(x), magnitude), high = _mm256_and_si256(load16(x + 16), magnitude);
+  const __m256i top = _mm256_max_epu16(low, high);
+  const __m128i m = _mm_max_epu16(_mm256_castsi256_si128(top), _mm256_extracti128_si256(top, 1));
+  // The one horizontal instruction there is takes the minimum: of the complements.
+  const __m128i complement = _mm_minpos_epu16(_mm_xor_si128(m, _mm_set1_epi32(-1)));
+  return (0xffffu - static_cast<uint16_t>(_mm_cvtsi128_si32(complement))) << 16;
+}
+
 template <class T>
 MORI_AVX2 void amax_avx2(const T* x, int64_t blocks, uint32_t* amax) {
-  const __m256i magnitude = _mm256_set1_epi32(mx::kMagnitudeBits);
-  for (int64_t b = 0; b < blocks; ++b, x += kBlock) {
-    __m256i top = _mm256_setzero_si256();
-    for (int i = 0; i < 4; ++i) top = _mm256_max_epu32(top, _mm256_and_si256(load8(x + 8 * i), magnitude));
-    __m128i m = _mm_max_epu32(_mm256_castsi256_si128(top), _mm256_extracti128_si256(top, 1));
-    m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0x4e));
-    m = _mm_max_epu32(m, _mm_shuffle_epi32(m, 0xb1));
-    amax[b] = std::max(amax[b], static_cast<uint32_t>(_mm_cvtsi128_si32(m)));
-  }
+  for (int64_t b = 0; b < blocks; ++b) amax[b] = std::max(amax[b], block_amax_avx2(x + b * kBlock));
 }
 
 // mx::scaled_magnitude and mx::encode_e4m3 eight at a time; the codes come with 1128 = 141 << 3 still to be taken off.
@@ -118,15 +135,52 @@ MORI_AVX2_INLINE void encode_block_avx2(const T* x, uint8_t scale, uint8_t* code
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), ordered);
 }
 
+// fp16(x * 2^-8 / scale), eight of them: its exponent field and top three mantissa bits are the e4m3 code, subnormals included.
+// A bf16 has 8 significant bits, so that only quotients below 2^-9 are inexact there; the factor 1 + 2^-13 in `inverse` moves
+// those just above e4m3's tie at 2^-10 to the right side of it, and is too small to change any other.
+MORI_AVX2_INLINE __m128i scaled_half(__m256i bits, __m256 inverse) {
+  return _mm256_cvtps_ph(_mm256_mul_ps(_mm256_castsi256_ps(bits), inverse), _MM_FROUND_TO_NEAREST_INT);
+}
+
+// h + 63 + (bit 7 of h): bits 7.. are then h rounded to nearest even there.
+MORI_AVX2_INLINE __m256i round_at_bit7(__m256i h) {
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi16(h, 7), _mm256_set1_epi16(1));
+  return _mm256_add_epi16(_mm256_add_epi16(h, _mm256_set1_epi16(63)), odd);
+}
+
+// bf16: elements of even and of odd position apart, so that their codes meet in the bytes of one 16-bit lane.
+MORI_AVX2_INLINE void encode_block_half(const BFloat16* x, uint8_t scale, uint8_t* codes) {
+  const __m256 inverse = _mm256_castsi256_ps(_mm256_set1_epi32((246 - scale) << 23 | 1 << 10));
+  const __m256i odd_bits = _mm256_set1_epi32(static_cast<int>(0xffff0000u)), odd_byte = _mm256_set1_epi16(static_cast<short>(0xff00));
+  const __m256i low = load16(x), high = load16(x + 16);
+  const __m256i even = _mm256_set_m128i(scaled_half(_mm256_slli_epi32(high, 16), inverse), scaled_half(_mm256_slli_epi32(low, 16), inverse));
+  const __m256i odd = _mm256_set_m128i(scaled_half(_mm256_and_si256(high, odd_bits), inverse), scaled_half(_mm256_and_si256(low, odd_bits), inverse));
+  const __m256i rounded = _mm256_blendv_epi8(_mm256_srli_epi16(round_at_bit7(even), 7), _mm256_slli_epi16(round_at_bit7(odd), 1), odd_byte);
+  const __m256i magnitude = _mm256_min_epu8(rounded, _mm256_set1_epi8(mx::kMaxCode));
+  const __m256i sign = _mm256_and_si256(_mm256_blendv_epi8(_mm256_srli_epi16(even, 8), odd, odd_byte), _mm256_set1_epi8(static_cast<char>(0x80)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm256_or_si256(magnitude, sign));
+}
+
+// Loads and arithmetic would otherwise take turns: `amax` waits for memory, then `encode` leaves it idle. Without it: 1.4x the time.
+template <class T>
+MORI_AVX2_INLINE void prefetch_next_chunk(const T* x) {
+  const char* next = reinterpret_cast<const char*>(x + kChunk * kBlock);
+  for (size_t byte = 0; byte < kBlock * sizeof(T); byte += 64) _mm_prefetch(next + byte, _MM_HINT_T0);
+}
+
 template <class T>
 MORI_AVX2 void encode_avx2(const T* x, int64_t blocks, const uint8_t* scales, uint8_t* codes) {
   for (int64_t b = 0; b < blocks; ++b, x += kBlock, codes += kBlock) {
+    prefetch_next_chunk(x);
     if (scales[b] == mx::kNanScale) {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), _mm256_set1_epi8(mx::kNanCode));
-    } else if (scales[b] > kLastSubnormalScale) {
-      encode_block_avx2<false>(x, scales[b], codes);
-    } else {
+    } else if (scales[b] <= kLastSubnormalScale) {
       encode_block_avx2<true>(x, scales[b], codes);
+    } else if constexpr (std::is_same_v<T, BFloat16>) {
+      if (scales[b] <= kLastHalfScale) encode_block_half(x, scales[b], codes);
+      else encode_block_avx2<false>(x, scales[b], codes);
+    } else {
+      encode_block_avx2<false>(x, scales[b], codes);
     }
   }
 }

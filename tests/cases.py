@@ -27,9 +27,11 @@ QUANTS = ("mxfp8", "mxfp8_raw", "ptpc", "blockscale")
 GR_N, GR_K, GR_HC = 324, 10240, 4
 QSA_HQ, QSA_HKV, QSA_D, QSA_S = 24, 2, 256, 2051
 
-# Relative L2 error against float64 that one rounding to the format explains (half an ulp, uniformly, is 1.7e-3 for
-# bfloat16), with room for the spread; float32 is the accumulation's.
+# Relative L2 error against float64 that one rounding to the format explains over many values (an rms of 1.7e-3 for
+# bfloat16), with room for the spread; float32 is the accumulation's. Few values may come near the largest, half an ulp.
 RELATIVE_L2 = {torch.bfloat16: 2.0e-3, torch.float16: 3.0e-4, torch.float32: 1.0e-6}
+HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+FEW = 4096
 
 
 def relative_l2(result: Tensor, expected: Tensor) -> float:
@@ -44,8 +46,10 @@ def assert_close(result: Tensor, expected: Tensor, tolerance: float | None = Non
     assert result.isfinite().all(), "not finite"
     if expected.numel():
         error = relative_l2(result, expected)
-        limit = RELATIVE_L2[result.dtype] if tolerance is None else tolerance
-        assert error <= limit, f"relative L2 error {error:.3e} > {limit:.1e}"
+        if tolerance is None:
+            few = expected.numel() < FEW and result.dtype in HALF_ULP
+            tolerance = (HALF_ULP if few else RELATIVE_L2)[result.dtype]
+        assert error <= tolerance, f"relative L2 error {error:.3e} > {tolerance:.1e}"
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

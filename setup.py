@@ -47,6 +47,7 @@ class DeviceBuild:
     flags: list[str]
     libraries: list[str]
     library_dirs: list[str] = field(default_factory=list)
+    include_dirs: list[str] = field(default_factory=list)
 
 
 def cuda_toolkit(detected: str | None) -> str | None:
@@ -73,7 +74,7 @@ def cuda_build(torch, cpp_extension, wanted: set[str]) -> DeviceBuild | None:
         cpp_extension.CUDA_HOME = toolkit  # a CPU-only torch never looks for one ...
         headers = b"".join((ROOT / name).read_bytes() for name in sources(".h", ".cuh"))
         flags.append(f"-DMORI_HEADERS={zlib.crc32(headers)}")  # ... nor tells ninja which headers a .cu includes
-    return DeviceBuild("cuda", sources("_sm90.cu", "_sm90.cpp"), flags, ["cudart_static", "dl", "rt", "pthread"], [f"{toolkit}/lib64"])
+    return DeviceBuild("cuda", sources("_sm90.cu", "_sm90.cpp"), flags, ["cudart_static", "dl", "rt", "pthread"], [f"{toolkit}/lib64"], [f"{toolkit}/include"])
 
 
 def hip_build(torch, cpp_extension, wanted: set[str]) -> DeviceBuild | None:
@@ -143,6 +144,7 @@ def extension() -> dict:
         depends=["setup.py", *sources(".h", ".cuh")],
         libraries=device.libraries if device else [],
         library_dirs=device.library_dirs if device else [],
+        include_dirs=device.include_dirs if device else [],
         # libtorch.so brings in the device library, whose stream accessor is a weak symbol here.
         extra_link_args=["-Wl,--no-as-needed", "-ltorch"] if device else [],
         extra_compile_args={"cxx": [*common, "-fvisibility=hidden"], "nvcc": [*common, *device.flags] if device else []},

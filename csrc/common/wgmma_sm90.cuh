@@ -1,0 +1,61 @@
+// wgmma for sm_90a: D[64 x N] += A[64 x 16] B[N x 16]^T, bf16 operands, fp32 sums; A in registers, B in shared memory (K-major).
+#pragma once
+
+#include <cstdint>
+
+namespace mori::sm90 {
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Descriptor of a K-major tile of 128-byte rows with the 128-byte swizzle, at a 1024-byte aligned address. +2 is 32 bytes of K.
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem) {
+  return static_cast<uint64_t>((smem & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
+}
+
+#define MORI_D8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
+#define MORI_D32(d, i) MORI_D8(d, i), MORI_D8(d, i + 8), MORI_D8(d, i + 16), MORI_D8(d, i + 24)
+
+#define MORI_R0 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define MORI_R32 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define MORI_R64 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define MORI_R96 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+
+// N = 2 * (floats of d). `accumulate` false overwrites d.
+__device__ __forceinline__ void wgmma_bf16(float (&d)[32], const uint32_t* a, uint64_t b, bool accumulate) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" MORI_R0 "}, "
+               "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
+               : MORI_D32(d, 0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+__device__ __forceinline__ void wgmma_bf16(float (&d)[64], const uint32_t* a, uint64_t b, bool accumulate) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" MORI_R0 ", " MORI_R32 "}, "
+               "{%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}\n"
+               : MORI_D32(d, 0), MORI_D32(d, 32)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+__device__ __forceinline__ void wgmma_bf16(float (&d)[96], const uint32_t* a, uint64_t b, bool accumulate) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %101, 0;\nwgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" MORI_R0 ", " MORI_R32 ", " MORI_R64 "}, "
+               "{%96, %97, %98, %99}, %100, p, 1, 1, 0;\n}\n"
+               : MORI_D32(d, 0), MORI_D32(d, 32), MORI_D32(d, 64)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+__device__ __forceinline__ void wgmma_bf16(float (&d)[128], const uint32_t* a, uint64_t b, bool accumulate) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" MORI_R0 ", " MORI_R32 ", " MORI_R64 ", " MORI_R96 "}, "
+               "{%128, %129, %130, %131}, %132, p, 1, 1, 0;\n}\n"
+               : MORI_D32(d, 0), MORI_D32(d, 32), MORI_D32(d, 64), MORI_D32(d, 96)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+}
+
+#undef MORI_D8
+#undef MORI_D32
+#undef MORI_R0
+#undef MORI_R32
+#undef MORI_R64
+#undef MORI_R96
+
+}  // namespace mori::sm90

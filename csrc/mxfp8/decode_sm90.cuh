@@ -1,0 +1,50 @@
+// e4m3 codes to bf16 operands of the tensor cores, exactly, with the block's scale folded in.
+//
+// A code's bits s eeee mmm moved to bf16's s ....eeee mmm.... are its value times 2^-120, subnormal codes included; one bf16
+// multiplication by 2^(scale - 127 + 120) gives value * scale. That is exact while the result is a normal bf16 number and the
+// multiplier exists: scales kFirstScale..kLastScale. NaN codes and the NaN scale become NaN operands.
+#pragma once
+
+#include <cstdint>
+
+#include "../common/mx.h"
+
+namespace mori::mxfp8 {
+
+constexpr uint32_t kFirstScale = 10;   // the least nonzero code, 2^-9, times 2^(10 - 127) is 2^-126
+constexpr uint32_t kLastScale = 134;   // 2^(134 - 127 + 120) is the largest power of two
+
+__device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t product;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(product) : "r"(a), "r"(b));
+  return product;
+}
+
+// Two codes in the high bytes of a word's halves, without their scale.
+__device__ __forceinline__ uint32_t spread_codes(uint32_t word) { return (word & 0x80008000u) | ((word & 0x7f007f00u) >> 4); }
+
+// The four codes of a word times a multiplier: bytes 0 and 2 (low), 1 and 3 (high).
+__device__ __forceinline__ uint32_t decode_low(uint32_t word, uint32_t multiplier) { return multiply_bf16x2(spread_codes(word << 8), multiplier); }
+__device__ __forceinline__ uint32_t decode_high(uint32_t word, uint32_t multiplier) { return multiply_bf16x2(spread_codes(word), multiplier); }
+
+// What kWords words of codes with one scale are multiplied by.
+struct Multiplier {
+  uint32_t bf16x2;
+  bool extreme;  // nonzero codes with a scale outside the exact range: the caller must compute these results another way
+};
+
+template <int kWords>
+__device__ __forceinline__ Multiplier multiplier_for(const uint32_t (&codes)[kWords], uint32_t scale) {
+  uint32_t any = 0, nan = 0;
+#pragma unroll
+  for (uint32_t word : codes) {
+    const uint32_t magnitudes = word & 0x7f7f7f7fu;
+    any |= magnitudes;
+    nan |= magnitudes + 0x01010101u;  // 0x7f becomes 0x80
+  }
+  const bool is_nan = (nan & 0x80808080u) != 0 || scale == mx::kNanScale;
+  const uint32_t one = (min(scale, kLastScale) + 120u) << 7;
+  return {is_nan ? 0x7fc07fc0u : one | one << 16, any != 0 && !is_nan && scale - kFirstScale > kLastScale - kFirstScale};
+}
+
+}  // namespace mori::mxfp8

@@ -1,0 +1,111 @@
+// CUDA backend of the MXFP8 operators: route table, launches, registration. The kernels are in the *_sm90.cu files beside it.
+#include "mxfp8_sm90.h"
+
+#include "../common/cuda.h"
+#include "../common/route.h"
+#include "mxfp8_ops.h"
+
+namespace mori::mxfp8 {
+namespace {
+
+using cuda::float_type;
+
+constexpr Route kRoutes[] = {
+    {"skinny", [](const RouteDims& d) { return d[0] <= kSkinnyTokens; }, "up to 32 tokens: streams the weight once, bound by memory"},
+    {"tensor cores", [](const RouteDims&) { return true; },
+     "bf16 wgmma on operands decoded exactly from e4m3; misaligned operands and fp32 scales take fp32 FMAs instead"},
+};
+constexpr Route kScaledRoutes[] = {
+    {"fp32 fma", [](const RouteDims&) { return true; }, "ptpc and blockscale; mxfp8 and mxfp8_raw take the routes of their own operators"},
+};
+const RegisterRoutes kRegistered[] = {
+    {"mxfp8", "cuda", kRoutes}, {"mxfp8_raw", "cuda", kRoutes}, {"mxfp8_linear", "cuda", kRoutes}, {"scaled_gemm", "cuda", kScaledRoutes}};
+
+const uint8_t* bytes(const Tensor& t) { return static_cast<const uint8_t*>(t.const_data_ptr()); }
+uint8_t* mutable_bytes(const Tensor& t) { return static_cast<uint8_t*>(t.mutable_data_ptr()); }
+
+cudaError_t launch_mx(const GemmArgs& args, const Tensor& like, cudaStream_t stream) {
+  const bool skinny = pick_route(kRoutes, {args.m, args.n, args.k}) == 0;
+  if (skinny && skinny_fits(args)) return launch_skinny(args, stream);
+  if (skinny || !gemm_fits(args)) return launch_simple(args, stream);
+  const Tensor workspace = torch::stable::new_empty(like, Sizes{gemm_workspace_bytes(args.m, args.k)}, ScalarType::Byte);
+  return launch_gemm(args, workspace.mutable_data_ptr(), stream);
+}
+
+struct Cuda {
+  static void quantize(const Tensor& x, Rounding rounding, const Tensor& codes, const Tensor& scale) {
+    if (x.numel() == 0) return;
+    const Tensor in = dense(x);
+    const cuda::Launch launch(x);
+    const int64_t k = x.size(-1);
+    cuda::check_launch("mxfp8_quantize", launch_quantize(in.const_data_ptr(), float_type(in), x.numel() / k, k, rounding == Rounding::rceil,
+                                                         mutable_bytes(codes), mutable_bytes(scale), launch.stream()));
+  }
+
+  static void quantize_weight(const Tensor& w, Rounding rounding, const Tensor& codes, const Tensor& scale) {
+    if (w.numel() == 0) return;
+    const Tensor in = dense(w);
+    const cuda::Launch launch(w);
+    cuda::check_launch("mxfp8_quantize_weight", launch_quantize_weight(in.const_data_ptr(), float_type(in), w.size(0), w.size(1), rounding == Rounding::rceil,
+                                                                       mutable_bytes(codes), mutable_bytes(scale), launch.stream()));
+  }
+
+  static void dequantize(const DequantizeShape& shape, const Tensor& codes, const Tensor& scale, const Tensor& out) {
+    if (out.numel() == 0) return;
+    const Tensor in = dense(codes), scales = dense(scale);
+    const cuda::Launch launch(codes);
+    cuda::check_launch("mxfp8_dequantize", launch_dequantize(bytes(in), bytes(scales), shape.rows, shape.k, shape.weight_blocks, out.mutable_data_ptr(),
+                                                             float_type(out), launch.stream()));
+  }
+
+  static void pack_a(const PackShape& shape, const Tensor& scale, const Tensor& out) {
+    if (out.numel() == 0) return;
+    const Tensor in = dense(scale);
+    const cuda::Launch launch(scale);
+    cuda::check_launch("mxfp8_pack_a_scale", launch_pack_a(bytes(in), shape.rows, shape.blocks, mutable_bytes(out), launch.stream()));
+  }
+
+  static void pack_b(const PackShape& shape, const Tensor& scale, const Tensor& out) {
+    if (out.numel() == 0) return;
+    const Tensor in = dense(scale);
+    const cuda::Launch launch(scale);
+    cuda::check_launch("mxfp8_pack_b_scale", launch_pack_b(bytes(in), shape.rows, shape.blocks, static_cast<int32_t*>(out.mutable_data_ptr()), launch.stream()));
+  }
+
+  static void gemm(const GemmShape& shape, Quant quant, const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale, const Bias& bias,
+                   const Tensor& out) {
+    if (out.numel() == 0) return;
+    const Tensor codes_a = dense(a), codes_b = dense(b), scale_a = dense(a_scale), scale_b = dense(b_scale), bias_row = bias ? dense(*bias) : out;
+    const GemmArgs args = {bytes(codes_a),
+                           bytes(codes_b),
+                           scale_a.const_data_ptr(),
+                           scale_b.const_data_ptr(),
+                           bias ? bias_row.const_data_ptr() : nullptr,
+                           float_type(bias_row),
+                           out.mutable_data_ptr(),
+                           float_type(out),
+                           shape.m,
+                           shape.n,
+                           shape.k,
+                           quant == Quant::mxfp8};
+    const cuda::Launch launch(a);
+    switch (quant) {
+      case Quant::mxfp8:
+      case Quant::mxfp8_raw: return cuda::check_launch("mxfp8", launch_mx(args, a, launch.stream()));
+      case Quant::ptpc: return cuda::check_launch("scaled_gemm", launch_simple_fp32_scales(args, Fp32Scales::ptpc, launch.stream()));
+      case Quant::blockscale: return cuda::check_launch("scaled_gemm", launch_simple_fp32_scales(args, Fp32Scales::blockscale, launch.stream()));
+    }
+  }
+
+  static void linear(const GemmShape& shape, const Tensor& x, const Tensor& b, const Tensor& b_scale, const Bias& bias, Rounding rounding, const Tensor& out) {
+    const Tensor codes = torch::stable::new_empty(x, Sizes{shape.m, shape.k}, ScalarType::Float8_e4m3fn);
+    const Tensor scale = torch::stable::new_empty(x, Sizes{shape.m, shape.k / kBlock}, ScalarType::Byte);
+    quantize(x, rounding, codes, scale);
+    gemm(shape, Quant::mxfp8_raw, codes, b, scale, b_scale, bias, out);
+  }
+};
+
+}  // namespace
+}  // namespace mori::mxfp8
+
+STABLE_TORCH_LIBRARY_IMPL(mori, CUDA, m) { MORI_REGISTER_MXFP8(m, mori::mxfp8::Cuda); }

@@ -1,0 +1,54 @@
+// The CUDA kernels of the MXFP8 family, torch-free: what mxfp8_sm90.cpp calls. Device pointers, dense and row-major.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime.h>
+
+#include "../common/float_sm90.h"
+
+namespace mori::mxfp8 {
+
+using sm90::Float;
+
+// --- quantize_sm90.cu ---
+
+cudaError_t launch_quantize(const void* x, Float type, int64_t rows, int64_t k, bool rceil, uint8_t* codes, uint8_t* scale, cudaStream_t stream);
+cudaError_t launch_quantize_weight(const void* w, Float type, int64_t n, int64_t k, bool rceil, uint8_t* codes, uint8_t* scale, cudaStream_t stream);
+cudaError_t launch_dequantize(const uint8_t* codes, const uint8_t* scale, int64_t rows, int64_t k, bool weight_blocks, void* out, Float type,
+                              cudaStream_t stream);
+cudaError_t launch_pack_a(const uint8_t* scale, int64_t rows, int64_t blocks, uint8_t* out, cudaStream_t stream);
+cudaError_t launch_pack_b(const uint8_t* scale, int64_t row_blocks, int64_t blocks, int32_t* out, cudaStream_t stream);
+
+// --- GEMMs ---
+
+struct GemmArgs {
+  const uint8_t* a;  // e4m3 [m, k]
+  const uint8_t* b;  // e4m3 [n, k]
+  const void* a_scale;
+  const void* b_scale;
+  const void* bias;  // [n] of bias_type, or null
+  Float bias_type;
+  void* out;  // [m, n] of out_type
+  Float out_type;
+  int64_t m, n, k;
+  bool packed;  // layout of e8m0 scales
+};
+
+enum class Fp32Scales : int { ptpc, blockscale };
+
+// mxfp8_simple_sm90.cu: fp32 FMA, every shape, alignment and scale, exact.
+cudaError_t launch_simple(const GemmArgs& args, cudaStream_t stream);
+cudaError_t launch_simple_fp32_scales(const GemmArgs& args, Fp32Scales scales, cudaStream_t stream);
+
+// mxfp8_skinny_sm90.cu: m <= kSkinnyTokens.
+constexpr int64_t kSkinnyTokens = 32;
+bool skinny_fits(const GemmArgs& args);
+cudaError_t launch_skinny(const GemmArgs& args, cudaStream_t stream);
+
+// mxfp8_gemm_sm90.cu: tensor cores. `workspace` holds workspace_bytes(m, k).
+bool gemm_fits(const GemmArgs& args);
+int64_t gemm_workspace_bytes(int64_t m, int64_t k);
+cudaError_t launch_gemm(const GemmArgs& args, void* workspace, cudaStream_t stream);
+
+}  // namespace mori::mxfp8

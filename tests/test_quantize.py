@@ -139,6 +139,23 @@ def test_codes_are_those_of_ml_dtypes(isa: str) -> None:
     assert torch.equal(bytes_of(codes), torch.from_numpy(quotient.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)))
 
 
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_bits_are_those_of_torchao(dtype: torch.dtype, rounding: str, isa: str) -> None:
+    """Two differences. torchao divides by at least 2^-126, also where it stores byte 0, which decodes as 2^-127: its codes
+    of such a block are half of what they stand for. A block with an infinity gets a finite scale there, byte 255 here."""
+    from torchao.prototype.mx_formats.mx_tensor import ScaleCalculationMode, to_mx
+
+    x = random_blocks(512, 320, dtype, seed=13)
+    mode = ScaleCalculationMode.RCEIL if rounding == "rceil" else ScaleCalculationMode.FLOOR
+    theirs_scale, theirs_codes = to_mx(x, E4M3, 32, mode)
+    codes, scale = ops.mxfp8_quantize(x, rounding=rounding)
+    assert torch.equal(bytes_of(scale), bytes_of(theirs_scale).view(scale.shape))
+    same_policy = (bytes_of(scale) != 0).repeat_interleave(32, 1)
+    assert same_policy.float().mean() > 0.9
+    assert torch.equal(bytes_of(codes)[same_policy], bytes_of(theirs_codes).view(codes.shape)[same_policy])
+
+
 # ---- Reports of users of such libraries: see the named block of the list in the test's name ----
 
 # amax, (byte, code) for floor, (byte, code) for rceil

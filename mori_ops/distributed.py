@@ -3,7 +3,7 @@
 Every rank holds a K slice of the activations and of the weight and gets the whole sum. One call is
 
   1. check      the arguments of this rank; a refusal is told to the others before it is raised
-  2. agree      a header of six integers from every rank to every rank: all raise, or none does
+  2. agree      a header of six integers from every rank to every rank, on its way during the GEMM: all raise, or none does
   3. GEMM       the local partial sum in fp32
   4. reduce     partial sums travel in fp32 and are added up in rank order; then the bias, then the single rounding
   5. gather     where ranks reduced bands of rows: every band to every rank, in the output dtype or as e4m3 (`wire="fp8"`)
@@ -142,6 +142,14 @@ class Gemm:
         return self.a, self.b, self.a_scale, self.b_scale, self.quant
 
     @property
+    def rows(self) -> int:
+        return self.a.shape[:-1].numel()
+
+    @property
+    def columns(self) -> int:
+        return self.b.shape[0]
+
+    @property
     def out_shape(self) -> torch.Size:
         return self.a.shape[:-1] + self.b.shape[:1]
 
@@ -150,8 +158,8 @@ class Gemm:
 
     def header(self) -> list[int]:
         return [
-            self.out_shape[:-1].numel(),
-            self.out_shape[-1],
+            self.rows,
+            self.columns,
             OUT_DTYPES.index(self.out_dtype),
             QUANTS.index(self.quant),
             WIRES.index(self.wire),
@@ -160,46 +168,52 @@ class Gemm:
 
     def partial(self) -> torch.Tensor:
         """This rank's summand, fp32 [M, N]."""
-        return torch.ops.mori.scaled_gemm(*self.operands, out_dtype=torch.float32).view(-1, self.b.shape[0])
+        return torch.ops.mori.scaled_gemm(*self.operands, out_dtype=torch.float32).view(self.rows, self.columns)
 
     def with_bias(self, total: torch.Tensor) -> torch.Tensor:
         return total if self.bias is None else total.add_(self.bias)
 
 
-def agree(header: list[int], group: Group) -> None:
-    """Raises on every rank unless all came with the same header."""
-    headers = exchange_headers(header, group)
-    refused = [rank for rank, values in enumerate(headers) if values == REFUSED]
-    if refused:
-        raise ValueError(f"gemm_ar: {ranks_text(refused)} of group '{group.name}' refused the arguments; see the error there")
-    differences = [
-        field_text(field, values) for field, values in zip(HEADER_FIELDS, zip(*headers)) if len(set(values)) > 1
-    ]
-    if differences:
-        raise ValueError(f"gemm_ar: the ranks of group '{group.name}' disagree: {'; '.join(differences)}")
+class Headers:
+    """A header from every rank to every rank, under way while this rank computes.
 
+    Sends rather than a collective: what fails then tells which rank is missing.
+    """
 
-def exchange_headers(header: list[int], group: Group) -> list[list[int]]:
-    """Everyone's header, in rank order. Sends rather than a collective: what fails then tells which rank is missing."""
-    headers = torch.tensor([header] * group.world)
-    mine = headers[group.rank].clone()
-    peers = [rank for rank in range(group.world) if rank != group.rank]
-    where = {"group": group.process_group, "tag": HEADER_TAG}
-    receives = [(rank, dist.irecv(headers[rank], group_src=rank, **where)) for rank in peers]
-    sends = [(rank, dist.isend(mine, group_dst=rank, **where)) for rank in peers]
-    missing: dict[int, Exception] = {}
-    for rank, work in receives + sends:
-        try:
-            work.wait()
-        except RuntimeError as error:
-            missing.setdefault(rank, error)
-    if missing:
-        cause = next(iter(missing.values()))
-        raise RuntimeError(
-            f"gemm_ar: {ranks_text(sorted(missing))} of group '{group.name}' did not take part in this call "
-            f"(rank {group.rank} made it): {cause}"
-        ) from cause
-    return headers.tolist()
+    def __init__(self, mine: list[int], group: Group) -> None:
+        self.group = group
+        self.received = torch.tensor([mine] * group.world)
+        own = self.received[group.rank].clone()
+        peers = [rank for rank in range(group.world) if rank != group.rank]
+        where = {"group": group.process_group, "tag": HEADER_TAG}
+        self.works = [(rank, dist.irecv(self.received[rank], group_src=rank, **where)) for rank in peers]
+        self.works += [(rank, dist.isend(own, group_dst=rank, **where)) for rank in peers]
+
+    def wait(self) -> list[list[int]]:
+        """All headers, in rank order."""
+        missing: dict[int, Exception] = {}
+        for rank, work in self.works:
+            try:
+                work.wait()
+            except RuntimeError as error:
+                missing.setdefault(rank, error)
+        if missing:
+            cause = next(iter(missing.values()))
+            raise RuntimeError(
+                f"gemm_ar: {ranks_text(sorted(missing))} of group '{self.group.name}' did not take part in this call "
+                f"(rank {self.group.rank} made it): {cause}"
+            ) from cause
+        return self.received.tolist()
+
+    def agree(self) -> None:
+        """Raises on every rank unless all came with the same header."""
+        headers = self.wait()
+        refused = [rank for rank, header in enumerate(headers) if header == REFUSED]
+        if refused:
+            raise ValueError(f"gemm_ar: {ranks_text(refused)} of group '{self.group.name}' refused the arguments; see the error there")
+        differences = [field_text(field, values) for field, values in zip(HEADER_FIELDS, zip(*headers)) if len(set(values)) > 1]
+        if differences:
+            raise ValueError(f"gemm_ar: the ranks of group '{self.group.name}' disagree: {'; '.join(differences)}")
 
 
 def field_text(field: str, values: tuple[int, ...]) -> str:
@@ -265,19 +279,15 @@ def decode_rows(payload: torch.Tensor) -> torch.Tensor:
     return codes.float() * scale
 
 
-def plain(gemm: Gemm, group: Group, out: torch.Tensor) -> None:
-    torch.ops.mori.scaled_gemm.out(*gemm.operands, bias=gemm.bias, out=out.view(gemm.out_shape))
-
-
-def one_shot(gemm: Gemm, group: Group, out: torch.Tensor) -> None:
+def one_shot(partial: torch.Tensor, gemm: Gemm, group: Group, out: torch.Tensor) -> None:
     """Everyone's partial sums to everyone: one exchange, for few rows, where latency is what counts."""
-    total = gemm.with_bias(add_in_rank_order(all_summands(gemm.partial(), group)))
+    total = gemm.with_bias(add_in_rank_order(all_summands(partial, group)))
     out.copy_(total if gemm.wire == "bf16" else decode_rows(encode_rows(total)))  # rows have the bits of two_shot
 
 
-def two_shot(gemm: Gemm, group: Group, out: torch.Tensor) -> None:
+def two_shot(partial: torch.Tensor, gemm: Gemm, group: Group, out: torch.Tensor) -> None:
     """Reduce-scatter and gather by bands of rows: each rank moves about two copies of the result, whatever the world."""
-    band = gemm.with_bias(add_in_rank_order(band_summands(gemm.partial(), group)))
+    band = gemm.with_bias(add_in_rank_order(band_summands(partial, group)))
     if gemm.wire == "bf16":
         gather_bands(band.to(out.dtype), out, group)
     else:
@@ -287,7 +297,7 @@ def two_shot(gemm: Gemm, group: Group, out: torch.Tensor) -> None:
 
 
 # Which one serves a call stands in csrc/gemm_ar/gemm_ar.cpp; the table looks only at what all ranks have agreed on.
-ALGORITHMS: dict[str, Callable[[Gemm, Group, torch.Tensor], None]] = {"plain": plain, "one_shot": one_shot, "two_shot": two_shot}
+ALGORITHMS: dict[str, Callable[[torch.Tensor, Gemm, Group, torch.Tensor], None]] = {"one_shot": one_shot, "two_shot": two_shot}
 
 
 def run(gemm: Gemm, name: str, out: torch.Tensor | None) -> torch.Tensor:
@@ -296,16 +306,19 @@ def run(gemm: Gemm, name: str, out: torch.Tensor | None) -> torch.Tensor:
         gemm.check(out)
     except ValueError:
         if group.world > 1:
-            exchange_headers(REFUSED, group)
+            Headers(REFUSED, group).wait()
         raise
-    if group.world > 1:
-        agree(gemm.header(), group)
     if out is None:
         out = gemm.a.new_empty(gemm.out_shape, dtype=gemm.out_dtype)
+    if group.world == 1:
+        torch.ops.mori.scaled_gemm.out(*gemm.operands, bias=gemm.bias, out=out)
+        return out
+    headers = Headers(gemm.header(), group)
+    partial = gemm.partial()
+    headers.agree()
     if out.numel():
-        rows = out.view(-1, out.shape[-1])
-        kernel = route("gemm_ar", device=out.device, world=group.world, m=rows.shape[0], n=rows.shape[1]).kernel
-        ALGORITHMS[kernel](gemm, group, rows)
+        kernel = route("gemm_ar", device=out.device, world=group.world, m=gemm.rows, n=gemm.columns).kernel
+        ALGORITHMS[kernel](partial, gemm, group, out.view(gemm.rows, gemm.columns))
     return out
 
 

@@ -1,0 +1,1 @@
+"""The ops inside other libraries' models."""

@@ -7,6 +7,7 @@ TORCH ?= torch==2.13.0
 BUILD_TOOLS := setuptools==84.2.1 ninja==1.13.2
 VENV := .venv
 PY := $(VENV)/bin/python
+INSTALLED := $(VENV)/installed-$(subst =,-,$(TORCH))
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 
 .PHONY: help demo test bench build clean
@@ -30,16 +31,16 @@ bench: build
 	$(PY) -m bench $(ARGS)
 
 # Compiles what has changed since the last time.
-build: $(VENV)/installed
+build: $(INSTALLED)
 	@$(PY) setup.py -q build_ext --inplace > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
 
 # torch is named again beside the package, so that no other requirement can replace it.
-$(VENV)/installed: pyproject.toml setup.py Makefile
+$(INSTALLED): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("mori_ops needs Python >= 3.10: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install "$(TORCH)" $(BUILD_TOOLS)
 	$(PIP) install --no-build-isolation "$(TORCH)" -e ".[test,demo,bench]"
-	@touch $@
+	@rm -f $(VENV)/installed-* && touch $@
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info mori_ops/_C*.so

@@ -8,8 +8,10 @@ that run at a time. CMakeLists.txt follows the same rules.
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
+import sys
 import zlib
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +102,8 @@ def default_jobs() -> int:
 
 
 def extension() -> dict:
+    # torch looks for ninja on PATH: the environment's own is not there when the environment was not activated.
+    os.environ["PATH"] += os.pathsep + os.path.dirname(sys.executable)
     try:
         import torch
         from torch.utils import cpp_extension
@@ -124,16 +128,21 @@ def extension() -> dict:
         f'-DMORI_BUILT_BACKENDS="{backends}"',
         f'-DMORI_BUILT_TORCH="{torch.__version__}"',
         "-O3",
+        "-g0",
         "-std=c++17",
     ]
+    host_flags = [*common, "-fvisibility=hidden", *shlex.split(os.environ.get("CXXFLAGS", ""))]
     files = ["csrc/module.c"] + [name for name in sources(".cpp") if not name.endswith(("_sm90.cpp", "_gfx950.cpp"))]
 
     class BuildExtension(cpp_extension.BuildExtension):
+        """torch's: ninja compiles what another source, header, flag, backend or torch asks for, and nothing else."""
+
+        def finalize_options(self) -> None:
+            super().finalize_options()
+            self.build_temp = "build/objects"  # the same for every way to build: an editable install is incremental too
+
         def build_extensions(self) -> None:
             os.environ.setdefault("MAX_JOBS", str(default_jobs()))
-            # File times do not tell that the library in place was built for other backends or against another torch.
-            built = Path(self.get_ext_fullpath("mori_ops._C"))
-            self.force = built.is_file() and f"backends={backends};torch={torch.__version__};".encode() not in built.read_bytes()
             print(f"mori_ops: building {backends} against torch {torch.__version__}, {os.environ['MAX_JOBS']} files at a time", flush=True)
             super().build_extensions()
 
@@ -141,20 +150,18 @@ def extension() -> dict:
     module = cpp_extension.CppExtension(
         "mori_ops._C",
         files + (device.files if device else []),
-        depends=["setup.py", *sources(".h", ".cuh")],
         libraries=device.libraries if device else [],
         library_dirs=device.library_dirs if device else [],
         include_dirs=device.include_dirs if device else [],
         # libtorch.so brings in the device library, whose stream accessor is a weak symbol here.
         extra_link_args=["-Wl,--no-as-needed", "-ltorch"] if device else [],
-        extra_compile_args={"cxx": [*common, "-fvisibility=hidden"], "nvcc": [*common, *device.flags] if device else []},
+        extra_compile_args={"cxx": host_flags, "nvcc": [*common, *device.flags] if device else []},
         py_limited_api=True,
     )
     return {
         "ext_modules": [module],
         "cmdclass": {"build_ext": BuildExtension},
-        # One folder of objects for every way to build, so that an editable install is incremental too.
-        "options": {"bdist_wheel": {"py_limited_api": "cp310"}, "build_ext": {"build_temp": "build/objects"}},
+        "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }
 
 

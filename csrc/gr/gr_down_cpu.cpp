@@ -213,7 +213,7 @@ MORI_AVX2 void decode_avx2(const uint8_t* row, int64_t blocks, float* out) {
 
 MORI_AVX2 void load_row_avx2(ScalarType dtype, const void* in, float* out, int64_t k) {
   if (dtype == ScalarType::Float) {
-    std::memcpy(out, in, static_cast<size_t>(k) * sizeof(float));
+    std::copy_n(static_cast<const float*>(in), k, out);  // an empty tensor has no address
     return;
   }
   for (int64_t i = 0; i < k; i += kLanes) {  // K is a multiple of 32

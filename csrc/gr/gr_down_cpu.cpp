@@ -37,7 +37,7 @@ constexpr int64_t kTokenBlock = 128;          // tokens that share a decoded pan
 constexpr int64_t kMaxTile = 12;              // most sums of a tile
 
 constexpr Route kRoutes[] = {
-    {"stream", [](const RouteDims& d) { return d[0] <= kStreamTokens; }, "codes decoded in registers, once per 5 tokens; faster than a panel up to 8 (1.07 against 1.24 ms at 8 on one EPYC 7003 thread)"},
+    {"stream", [](const RouteDims& d) { return d[0] <= kStreamTokens; }, "codes decoded in registers, once per 5 tokens; faster than a panel up to 8 (1.03 against 1.24 ms at 8, one EPYC 7003 thread)"},
     {"panel", nullptr, "six rows decoded into L1 serve all tokens"},
 };
 const RegisterRoutes kRegistered("gr_down", "cpu", kRoutes);

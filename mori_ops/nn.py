@@ -94,8 +94,8 @@ class GatedResidualRead(nn.Module):
         self.rank, self.hc, self.eps = down.shape[0], hc, eps
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        y = torch.ops.mori.gr_down(x.flatten(0, -2), self.weight, norm_weight=self.norm_weight, eps=self.eps, hc=self.hc)
-        low, inject = (y / self.hc).unflatten(0, x.shape[:-1]).tensor_split([self.rank], dim=-1)
+        y = torch.ops.mori.gr_down(x.reshape(-1, x.shape[-1]), self.weight, norm_weight=self.norm_weight, eps=self.eps, hc=self.hc)
+        low, inject = (y / self.hc).view(*x.shape[:-1], y.shape[-1]).tensor_split([self.rank], dim=-1)
         groups = x.float().unflatten(-1, (self.hc, -1))
         xn = F.rms_norm(groups, groups.shape[-1:], eps=self.eps) * self.norm_weight.unflatten(0, (self.hc, -1))
         gate = torch.sigmoid(self.up(F.silu(low).to(x.dtype))).view_as(xn)

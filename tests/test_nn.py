@@ -104,7 +104,7 @@ def expected_read(x: torch.Tensor, down: torch.Tensor, up: nn.Linear, norm_weigh
     return mixed, None if inject is None else 2 * torch.sigmoid(xn @ q8_0(inject).T / hc)
 
 
-@pytest.mark.parametrize("tokens", [(1,), (4,), (8,), (2, 33), (0,)])
+@pytest.mark.parametrize("tokens", [(), (1,), (4,), (8,), (2, 33), (0,)])
 @pytest.mark.parametrize("inject", [True, False])
 def test_gated_residual_read_is_its_formula(tokens, inject):
     torch.manual_seed(4)

@@ -12,7 +12,7 @@ from mori_ops.demo import report
 
 PARTS = {
     "minilm": "A real sentence-embedding model with every linear layer in MXFP8",
-    "qwen4_exp": "A small qwen4_exp model: residual reads in Q8_0, sparse attention over int8 KV",
+    "qwen4_exp": "A small qwen4_exp model: Q8_0 residual reads, sparse int8-KV attention",
     "tensor_parallel": "A tensor-parallel MLP over two processes with gemm_ar",
 }
 

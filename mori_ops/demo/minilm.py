@@ -5,6 +5,7 @@ import statistics
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from textwrap import shorten
 
 import torch
 import torch.nn.functional as F
@@ -104,12 +105,10 @@ def seconds_per_batch(models: list[nn.Module], tokens: dict[str, Tensor], consol
 
 def retrieval_table(before: Tensor, after: Tensor) -> Table:
     """before, after [queries, documents]: similarities."""
-    table = Table(title=f"Retrieval: the 3 nearest of {len(DOCUMENTS)} sentences", title_justify="left")
-    for header, width in (("query", 24), ("fp32", 8), ("MXFP8", 8), ("nearest in MXFP8", 24)):
-        table.add_column(header, no_wrap=True, min_width=width)
+    table = Table("query", "fp32", "MXFP8", "nearest in MXFP8", title=f"Retrieval: the 3 nearest of {len(DOCUMENTS)} sentences", title_justify="left")
     for query, fp32, mxfp8 in zip(QUERIES, before, after):
         ranks = [" ".join(f"{i:2}" for i in row.topk(3).indices.tolist()) for row in (fp32, mxfp8)]
-        table.add_row(query, *ranks, DOCUMENTS[mxfp8.argmax()])
+        table.add_row(shorten(query, 25, placeholder=" …"), *ranks, shorten(DOCUMENTS[mxfp8.argmax()], 25, placeholder=" …"))
     return table
 
 
@@ -140,9 +139,10 @@ def run(console: Console) -> list[Check]:
         f"batch of {len(texts)} sentences, {tokens['input_ids'].shape[1]} tokens each, {torch.get_num_threads()} threads: "
         f"fp32 {seconds[0] * 1e3:.0f} ms, MXFP8 {seconds[1] * 1e3:.0f} ms"
     )
+    # Measured with the AVX2 kernels: 1.5e-7, 0.9963, 0.9974. Rounding to MXFP8 alone moves a layer's output by some 4e-2.
     return [
         at_least("MiniLM: share of linear layers in MXFP8", sum(isinstance(m, Mxfp8Linear) for m in quantised.modules()) / linears, 1),
-        at_most("MiniLM: worst layer, relative L2 to float64", kernel_error(quantised, few), 1e-6),
+        at_most("MiniLM layers: relative L2 to float64, worst", kernel_error(quantised, few), 1e-6),
         at_least("MiniLM: cosine to fp32, min", cosine.min().item(), 0.99),
         at_least("MiniLM: cosine to fp32, mean", cosine.mean().item(), 0.995),
         at_least("MiniLM: same top answer as fp32", (top1[0] == top1[1]).float().mean().item(), 1),

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 
@@ -22,7 +23,7 @@ def at_least(name: str, value: float, limit: float) -> Check:
 
 
 def table(checks: list[Check]) -> Table:
-    result = Table("check", title="Checks", title_justify="left")
+    result = Table("check", box=SIMPLE_HEAD, pad_edge=False)
     result.add_column("value", justify="right")
     result.add_column("limit", justify="right")
     result.add_column("")

@@ -105,7 +105,8 @@ def seconds_per_batch(models: list[nn.Module], tokens: dict[str, Tensor], consol
 
 def retrieval_table(before: Tensor, after: Tensor) -> Table:
     """before, after [queries, documents]: similarities."""
-    table = Table("query", "fp32", "MXFP8", "nearest in MXFP8", title=f"Retrieval: the 3 nearest of {len(DOCUMENTS)} sentences", title_justify="left")
+    table = Table("query", "fp32", "MXFP8", "nearest in MXFP8", title_justify="left")
+    table.title = f"Retrieval: the 3 nearest of {len(DOCUMENTS)} sentences"
     for query, fp32, mxfp8 in zip(QUERIES, before, after):
         ranks = [" ".join(f"{i:2}" for i in row.topk(3).indices.tolist()) for row in (fp32, mxfp8)]
         table.add_row(shorten(query, 25, placeholder=" …"), *ranks, shorten(DOCUMENTS[mxfp8.argmax()], 25, placeholder=" …"))

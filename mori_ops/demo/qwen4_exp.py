@@ -28,7 +28,8 @@ def small_model() -> nn.Module:
     torch.manual_seed(0)
     config = Qwen4ExpTextConfig(
         vocab_size=512, hidden_size=256, num_hidden_layers=4, hc_count=4, hc_lowrank=32,
-        num_attention_heads=8, num_key_value_heads=2, head_dim=64, rope_parameters={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
+        num_attention_heads=8, num_key_value_heads=2, head_dim=64,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6, "partial_rotary_factor": 0.25},
         indexer_n_heads=16, indexer_kv_heads=1, indexer_head_dim=64, indexer_budget=64, indexer_compress_ratio=4,
         num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, shared_expert_intermediate_size=64,
         linear_num_key_heads=4, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=32,

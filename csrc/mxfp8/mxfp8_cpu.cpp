@@ -1,9 +1,9 @@
 // The GEMMs of the MXFP8 family on the CPU: C[m, n] = sum_k A[m, k] B[n, k] (+ bias[n]), formats in mxfp8.h.
 //
-// Every scale layout becomes one: fp32, A [M, K/32] and B [row groups, K/32]. The weight stays e4m3 and is decoded in registers.
-// A tile of up to 128 rows of B, which share their scales, meets up to 5 tokens at a time: the tokens' codes are decoded into L1
-// times both scales, so that the inner loop (mxfp8_cpu_kernels.h) knows no scales; it runs at FMA speed from 3 tokens on and at
-// memory speed below. Work is split over tiles and over bands of tokens; neither the split nor M changes a result's bits.
+// The weight stays e4m3 and is decoded in registers. A tile of 32 or 128 rows of B, which share their scales, meets up to 5 tokens
+// at a time: the tokens' codes are decoded into L1 times both scales, so that the inner loop (mxfp8_cpu_kernels.h) knows no
+// scales and no layouts; it runs at FMA speed from 3 tokens on and at memory speed below. Work is split over tiles and over bands
+// of tokens; neither the split nor M changes a result's bits.
 //
 // A sum whose scale product leaves [2^-68, 2^38] is computed in float64 instead (exact_dot), for that token and tile by itself.
 #include "mxfp8.h"
@@ -35,99 +35,50 @@ struct Problem {
   int64_t m, n, k;
   const uint8_t* a;
   const uint8_t* b;
-  std::vector<float> a_scale;         // [m, k/32]
-  std::vector<float> b_scale;         // [ceil(n/group), k/32]
-  int64_t group = kBlock;             // rows of b that share scales
-  const float* column_scale = nullptr;  // [n], quant="ptpc"
-  std::vector<float> bias;            // [n] or empty
+  std::vector<float> bias;  // [n] or empty
   int64_t blocks() const { return k / kBlock; }
 };
 
-// ---- load: scales and bias to fp32 ----
+// ---- scale layouts: fp32 values for a row of A or a group of kGroup rows of B, and a block of 32 along K ----
 
-bool all_zero(const uint8_t* codes, int64_t rows, int64_t stride) {
-  uint8_t magnitude = 0;
-  for (int64_t r = 0; r < rows; ++r)
-    for (int64_t i = 0; i < kBlock; ++i) magnitude |= codes[r * stride + i] & 0x7f;
-  return magnitude == 0;
-}
+struct RawScales {
+  static constexpr int64_t kGroup = kBlock;
+  const uint8_t *a_bytes, *b_bytes;
+  int64_t blocks;
+  float a(int64_t m, int64_t j) const { return mx::decode_e8m0(a_bytes[m * blocks + j]); }
+  float b(int64_t g, int64_t j) const { return mx::decode_e8m0(b_bytes[g * blocks + j]); }
+  float column(int64_t) const { return 1; }
+};
 
-// fp32 scales [row groups of `group` rows, K/32] from `get(group index, block)`. A block of zero codes gets scale 0 whatever finite
-// scale it came with: quantisers differ there, and an extreme one would otherwise cost the slow path.
-template <class Get>
-std::vector<float> expand_scales(const uint8_t* codes, int64_t rows, int64_t k, int64_t group, const Get& get) {
-  const int64_t groups = ceil_div(rows, group), blocks = k / kBlock;
-  std::vector<float> scales(groups * blocks);
-  torch::stable::parallel_for(0, groups, std::max<int64_t>(1, 8192 / std::max<int64_t>(1, blocks)), [&](int64_t begin, int64_t end) {
-    for (int64_t g = begin; g < end; ++g)
-      for (int64_t j = 0; j < blocks; ++j) {
-        float scale = get(g, j);
-        const float magnitude = std::fabs(scale);
-        const bool extreme = !(magnitude >= 0x1p-34f && magnitude <= 0x1p19f) && std::isfinite(scale);
-        if (extreme && all_zero(codes + g * group * k + j * kBlock, std::min(group, rows - g * group), k)) scale = 0;
-        scales[g * blocks + j] = scale;
-      }
-  });
-  return scales;
-}
-
-template <class T>
-const T* data(const Tensor& t) {
-  return static_cast<const T*>(t.const_data_ptr());
-}
-
-std::vector<float> to_fp32(const Tensor& t) {
-  const Tensor values = dense(t);
-  const int64_t n = values.numel();
-  std::vector<float> out(n);
-  if (values.scalar_type() == ScalarType::Float) std::copy_n(data<float>(values), n, out.data());
-  if (values.scalar_type() == ScalarType::BFloat16) std::copy_n(data<torch::headeronly::BFloat16>(values), n, out.data());
-  if (values.scalar_type() == ScalarType::Half) std::copy_n(data<torch::headeronly::Half>(values), n, out.data());
-  return out;
-}
-
-void set_scales(Problem& p, Quant quant, const Tensor& a_scale, const Tensor& b_scale) {
-  const int64_t blocks = p.blocks(), row_blocks = ceil_div(p.n, kBlock);
-  const auto expand_a = [&](auto get) { p.a_scale = expand_scales(p.a, p.m, p.k, 1, get); };
-  const auto expand_b = [&](auto get) { p.b_scale = expand_scales(p.b, p.n, p.k, p.group, get); };
-  switch (quant) {
-    case Quant::mxfp8_raw: {
-      const uint8_t *sa = data<uint8_t>(a_scale), *sb = data<uint8_t>(b_scale);
-      expand_a([=](int64_t m, int64_t j) { return mx::decode_e8m0(sa[m * blocks + j]); });
-      expand_b([=](int64_t g, int64_t j) { return mx::decode_e8m0(sb[g * blocks + j]); });
-      break;
-    }
-    case Quant::mxfp8: {
-      const uint8_t* sa = data<uint8_t>(a_scale);
-      const int32_t* sb = data<int32_t>(b_scale);
-      const int64_t dwords = ceil_div(p.m, kPackRows) * (kPackRows / 4);  // per block
-      expand_a([=](int64_t m, int64_t j) {
-        const int64_t dword = j * dwords + m / kPackRows * 16 + m % 16;
-        return mx::decode_e8m0(sa[dword * 4 + m % kPackRows / 16]);
-      });
-      expand_b([=](int64_t g, int64_t j) { return mx::decode_e8m0(static_cast<uint8_t>(sb[j * row_blocks + g])); });
-      break;
-    }
-    case Quant::ptpc: {
-      const float* sa = data<float>(a_scale);
-      p.group = kMaxTileRows;
-      expand_a([=](int64_t m, int64_t) { return sa[m]; });
-      expand_b([](int64_t, int64_t) { return 1.0f; });
-      p.column_scale = data<float>(b_scale);
-      break;
-    }
-    case Quant::blockscale: {
-      const float *sa = data<float>(a_scale), *sb = data<float>(b_scale);
-      const int64_t stride = ceil_div(p.k, kBlockscale), per = kBlockscale / kBlock;
-      p.group = kBlockscale;
-      expand_a([=](int64_t m, int64_t j) { return sa[m * stride + j / per]; });
-      expand_b([=](int64_t g, int64_t j) { return sb[g * stride + j / per]; });
-      break;
-    }
+struct PackedScales {
+  static constexpr int64_t kGroup = kBlock;
+  const uint8_t* a_bytes;
+  const int32_t* b_dwords;
+  int64_t a_stride, b_stride;  // dwords per block
+  float a(int64_t m, int64_t j) const {
+    const int64_t dword = j * a_stride + m / kPackRows * 16 + m % 16;
+    return mx::decode_e8m0(a_bytes[dword * 4 + m % kPackRows / 16]);
   }
-}
+  float b(int64_t g, int64_t j) const { return mx::decode_e8m0(static_cast<uint8_t>(b_dwords[j * b_stride + g])); }
+  float column(int64_t) const { return 1; }
+};
 
-// ---- compute ----
+struct PtpcScales {
+  static constexpr int64_t kGroup = kMaxTileRows;  // any: the scales of B apply to the finished sums
+  const float *a_rows, *b_rows;
+  float a(int64_t m, int64_t) const { return a_rows[m]; }
+  float b(int64_t, int64_t) const { return 1; }
+  float column(int64_t n) const { return b_rows[n]; }
+};
+
+struct BlockScales {
+  static constexpr int64_t kGroup = kBlockscale;
+  const float *a_blocks, *b_blocks;
+  int64_t stride;
+  float a(int64_t m, int64_t j) const { return a_blocks[m * stride + j / (kBlockscale / kBlock)]; }
+  float b(int64_t g, int64_t j) const { return b_blocks[g * stride + j / (kBlockscale / kBlock)]; }
+  float column(int64_t) const { return 1; }
+};
 
 // The exact value of a float as a double, also where the thread flushes subnormals.
 double exact(float value) {
@@ -136,44 +87,70 @@ double exact(float value) {
   return std::ldexp(static_cast<double>(magnitude), -149) * (bits >> 31 ? -1 : 1);
 }
 
-// One element of C without bias in float64: each value is decoded times its scale, so Inf and NaN scales act on zeros too.
-float exact_dot(const Problem& p, int64_t m, int64_t n) {
-  const uint8_t *a = p.a + m * p.k, *b = p.b + n * p.k;
-  const float* table = generic::e4m3_table().data();
-  const double column = p.column_scale ? exact(p.column_scale[n]) : 1.0;
-  double sum = 0;
-  for (int64_t j = 0; j < p.blocks(); ++j) {
-    const double a_scale = exact(p.a_scale[m * p.blocks() + j]), b_scale = exact(p.b_scale[n / p.group * p.blocks() + j]) * column;
-    for (int64_t i = j * kBlock; i < (j + 1) * kBlock; ++i) sum += table[a[i]] * a_scale * (table[b[i]] * b_scale);
-  }
-  return static_cast<float>(sum);
+bool all_zero(const uint8_t* codes, int64_t rows, int64_t stride) {
+  uint8_t magnitude = 0;
+  for (int64_t r = 0; r < rows; ++r)
+    for (int64_t i = 0; i < kBlock; ++i) magnitude |= codes[r * stride + i] & 0x7f;
+  return magnitude == 0;
 }
 
-enum class Sum : uint8_t { fast, nan, wide };  // what a token's sums over one tile need
-
-// factor[0, blocks) = the products of a token's and a tile's scales, times `unit`.
-Sum combine_scales(const float* a_scale, const float* b_scale, int64_t blocks, float unit, float* factor) {
-  Sum need = Sum::fast;
-  for (int64_t j = 0; j < blocks; ++j) {
-    const float scale = a_scale[j] * b_scale[j], magnitude = std::fabs(scale);
-    factor[j] = scale * unit;
-    if (magnitude >= kLeastScale && magnitude <= kMostScale) continue;
-    if (std::isnan(a_scale[j]) || std::isnan(b_scale[j])) return Sum::nan;
-    const bool zero = (exact(a_scale[j]) == 0 && std::isfinite(b_scale[j])) || (exact(b_scale[j]) == 0 && std::isfinite(a_scale[j]));
-    if (!zero) need = Sum::wide;
-    factor[j] = 0;
-  }
-  return need;
+// The scale of a block, or 0 for a block of zero codes with an extreme scale: quantisers differ in what they give such blocks
+// (ours byte 0), and it must not cost the slow path.
+float useful_scale(float scale, const uint8_t* codes, int64_t rows, int64_t stride) {
+  const float magnitude = std::fabs(scale);
+  if ((magnitude >= 0x1p-34f && magnitude <= 0x1p19f) || !std::isfinite(scale)) return scale;
+  return all_zero(codes, rows, stride) ? 0 : scale;
 }
+
+// ---- compute ----
 
 struct Tile {
   int64_t row, rows;      // of B
   int64_t token, tokens;  // of A
 };
 
-// Writes one tile's C into `c` [tokens][kMaxTileRows], bias included.
-void compute_tile(const Problem& p, const Kernels& kernels, const Tile& tile, float* a, float* c) {
-  float factor[chunk_blocks(1)];
+enum class Sum : uint8_t { fast, nan, wide };  // what a token's sums over one tile need: the kernel, NaN, or float64
+
+// One element of C without bias in float64: each value is decoded times its scale, so Inf and NaN scales act on zeros too.
+template <class Scales>
+float exact_dot(const Problem& p, const Scales& scales, int64_t m, int64_t n) {
+  const uint8_t *a = p.a + m * p.k, *b = p.b + n * p.k;
+  const float* table = generic::e4m3_table().data();
+  const double column = exact(scales.column(n));
+  double sum = 0;
+  for (int64_t j = 0; j < p.blocks(); ++j) {
+    const double a_scale = exact(scales.a(m, j)), b_scale = exact(scales.b(n / Scales::kGroup, j)) * column;
+    for (int64_t i = j * kBlock; i < (j + 1) * kBlock; ++i) sum += table[a[i]] * a_scale * (table[b[i]] * b_scale);
+  }
+  return static_cast<float>(sum);
+}
+
+// factor[j] = unit * scale of token m's block first + j * b_scale[j]
+template <class Scales>
+Sum combine_scales(const Problem& p, const Scales& scales, int64_t m, int64_t first, int64_t blocks, const float* b_scale, float unit, float* factor) {
+  int outside = 0;  // no branch: this loop runs once per token and tile
+  for (int64_t j = 0; j < blocks; ++j) {
+    const float product = scales.a(m, first + j) * b_scale[j];
+    factor[j] = product * unit;
+    outside |= !(std::fabs(product) >= kLeastScale) | !(std::fabs(product) <= kMostScale);
+  }
+  if (!outside) return Sum::fast;
+  Sum need = Sum::fast;
+  for (int64_t j = 0; j < blocks; ++j) {
+    const float a_scale = scales.a(m, first + j), product = std::fabs(a_scale * b_scale[j]);
+    if (product >= kLeastScale && product <= kMostScale) continue;
+    if (std::isnan(a_scale) || std::isnan(b_scale[j])) return Sum::nan;
+    factor[j] = 0;
+    const double a_exact = exact(useful_scale(a_scale, p.a + m * p.k + (first + j) * kBlock, 1, p.k));
+    if (!(a_exact * exact(b_scale[j]) == 0)) need = Sum::wide;  // 0 * Inf is NaN: wide
+  }
+  return need;
+}
+
+// Writes one tile's C into `c` [tokens][kMaxTileRows], bias included. b_scale: [blocks], of the tile; a: the decoded tokens.
+template <class Scales>
+void compute_tile(const Problem& p, const Scales& scales, const Kernels& kernels, const Tile& tile, const float* b_scale, float* a, float* c) {
+  float factor[chunk_blocks(1)] = {};
   Sum need[kMaxTokens] = {};
   uint8_t row_is_nan[kMaxTileRows] = {};
   const int tokens = static_cast<int>(tile.tokens);
@@ -182,28 +159,24 @@ void compute_tile(const Problem& p, const Kernels& kernels, const Tile& tile, fl
     const int64_t blocks = std::min(chunk_blocks(tokens), p.blocks() - first);
     for (int t = 0; t < tokens; ++t) {
       const int64_t m = tile.token + t;
-      const Sum scales = combine_scales(&p.a_scale[m * p.blocks() + first], &p.b_scale[tile.row / p.group * p.blocks() + first], blocks, kernels.a_factor, factor);
+      const Sum chunk = combine_scales(p, scales, m, first, blocks, b_scale + first, kernels.a_factor, factor);
       const bool nan = kernels.decode(p.a + m * p.k + first * kBlock, factor, blocks, tokens, a + t * kLanes);
-      if (nan || scales == Sum::nan) need[t] = Sum::nan;
-      if (scales == Sum::wide && need[t] == Sum::fast) need[t] = Sum::wide;
+      if (nan || chunk == Sum::nan) need[t] = Sum::nan;
+      if (chunk == Sum::wide && need[t] == Sum::fast) need[t] = Sum::wide;
     }
     kernels.dot({p.b + tile.row * p.k + first * kBlock, p.k, tile.rows, blocks, a, c, row_is_nan}, tokens);
   }
   for (int t = 0; t < tokens; ++t) {
     float* line = c + t * kMaxTileRows;
+    for (int64_t r = 0; r < tile.rows; ++r) line[r] = line[r] * kernels.out_factor * scales.column(tile.row + r);
     for (int64_t r = 0; r < tile.rows; ++r) {
-      const int64_t n = tile.row + r;
-      line[r] *= kernels.out_factor;
-      bool wide = need[t] == Sum::wide;
-      if (p.column_scale) {
-        const float column = p.column_scale[n];
-        line[r] *= column;
-        wide |= !std::isnormal(column) && exact(column) != 0;
-      }
-      if (wide) line[r] = exact_dot(p, tile.token + t, n);
+      const float column = scales.column(tile.row + r);
+      const bool wide = need[t] == Sum::wide || (!std::isnormal(column) && exact(column) != 0);
+      if (wide) line[r] = exact_dot(p, scales, tile.token + t, tile.row + r);
       if (need[t] == Sum::nan || row_is_nan[r]) line[r] = kNan;
-      if (!p.bias.empty()) line[r] += p.bias[n];
     }
+    if (p.bias.empty()) continue;
+    for (int64_t r = 0; r < tile.rows; ++r) line[r] += p.bias[tile.row + r];
   }
 }
 
@@ -232,22 +205,27 @@ const Kernels& kernels_for(CpuIsa isa) {
   return generic::kKernels;
 }
 
-void run(const Problem& p, Tensor& out) {
+template <class Scales>
+void run(const Problem& p, const Scales& scales, Tensor& out) {
+  constexpr int64_t group = Scales::kGroup;
   const Kernels& kernels = kernels_for(cpu_isa());
   void* result = out.mutable_data_ptr();
   const ScalarType dtype = out.scalar_type();
-  const int64_t tiles = ceil_div(p.n, p.group), bands = ceil_div(p.m, kBandTokens);
-  const int64_t item_products = std::max<int64_t>(1, p.group * std::min(p.m, kBandTokens) * p.k);
+  const int64_t tiles = ceil_div(p.n, group), bands = ceil_div(p.m, kBandTokens);
+  const int64_t item_products = std::max<int64_t>(1, group * std::min(p.m, kBandTokens) * p.k);
   torch::stable::parallel_for(0, tiles * bands, std::max<int64_t>(1, kGrainProducts / item_products), [&](int64_t begin, int64_t end) {
     alignas(64) float a[kDecodedFloats];
     alignas(64) float c[kMaxTokens * kMaxTileRows];
+    std::vector<float> b_scale(p.blocks());
     for (int64_t item = begin; item < end; ++item) {
-      const int64_t row = item / bands * p.group, first = item % bands * kBandTokens;
+      const int64_t row = item / bands * group, rows = std::min(group, p.n - row), first = item % bands * kBandTokens;
+      for (int64_t j = 0; j < p.blocks(); ++j)
+        b_scale[j] = useful_scale(scales.b(row / group, j), p.b + row * p.k + j * kBlock, rows, p.k);
       const int64_t band = std::min(kBandTokens, p.m - first), passes = ceil_div(band, kMaxTokens);
       for (int64_t pass = 0; pass < passes; ++pass) {
         const int64_t token = first + band * pass / passes, next = first + band * (pass + 1) / passes;
-        const Tile tile = {row, std::min(p.group, p.n - row), token, next - token};
-        compute_tile(p, kernels, tile, a, c);
+        const Tile tile = {row, rows, token, next - token};
+        compute_tile(p, scales, kernels, tile, b_scale.data(), a, c);
         store(c, tile, p.n, result, dtype);
       }
     }
@@ -271,12 +249,32 @@ void check_result(const char* op, const GemmShape& shape, const Tensor& out, std
   check_out(op, "out", out, shape.out_sizes, {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float}, inputs);
 }
 
+template <class T>
+const T* data(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+
+std::vector<float> to_fp32(const Tensor& t) {
+  const Tensor values = dense(t);
+  const int64_t n = values.numel();
+  std::vector<float> out(n);
+  if (values.scalar_type() == ScalarType::Float) std::copy_n(data<float>(values), n, out.data());
+  if (values.scalar_type() == ScalarType::BFloat16) std::copy_n(data<torch::headeronly::BFloat16>(values), n, out.data());
+  if (values.scalar_type() == ScalarType::Half) std::copy_n(data<torch::headeronly::Half>(values), n, out.data());
+  return out;
+}
+
 void run_gemm(const GemmShape& shape, Quant quant, const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale, const Bias& bias, Tensor& out) {
-  const Tensor codes_a = dense(a), codes_b = dense(b), scale_a = dense(a_scale), scale_b = dense(b_scale);
-  Problem p = {shape.m, shape.n, shape.k, data<uint8_t>(codes_a), data<uint8_t>(codes_b)};
-  set_scales(p, quant, scale_a, scale_b);
+  const Tensor codes_a = dense(a), codes_b = dense(b), sa = dense(a_scale), sb = dense(b_scale);
+  Problem p = {shape.m, shape.n, shape.k, data<uint8_t>(codes_a), data<uint8_t>(codes_b), {}};
   if (bias) p.bias = to_fp32(*bias);
-  run(p, out);
+  switch (quant) {
+    case Quant::mxfp8_raw: return run(p, RawScales{data<uint8_t>(sa), data<uint8_t>(sb), p.blocks()}, out);
+    case Quant::mxfp8:
+      return run(p, PackedScales{data<uint8_t>(sa), data<int32_t>(sb), ceil_div(p.m, kPackRows) * (kPackRows / 4), ceil_div(p.n, kBlock)}, out);
+    case Quant::ptpc: return run(p, PtpcScales{data<float>(sa), data<float>(sb)}, out);
+    case Quant::blockscale: return run(p, BlockScales{data<float>(sa), data<float>(sb), ceil_div(p.k, kBlockscale)}, out);
+  }
 }
 
 void run_linear(const GemmShape& shape, const Tensor& x, const Tensor& b, const Tensor& b_scale, const Bias& bias, Rounding rounding, Tensor& out) {

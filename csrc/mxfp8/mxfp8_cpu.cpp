@@ -17,6 +17,7 @@
 #include <torch/headeronly/util/Half.h>
 
 #include "../common/cpu_isa.h"
+#include "../common/keep_subnormals.h"
 #include "../common/mx.h"
 #include "../common/route.h"
 #include "mxfp8_cpu_avx2.h"
@@ -80,13 +81,6 @@ struct BlockScales {
   float column(int64_t) const { return 1; }
 };
 
-// The exact value of a float as a double, also where the thread flushes subnormals.
-double exact(float value) {
-  const uint32_t bits = mx::bits_of(value), magnitude = bits & mx::kMagnitudeBits;
-  if (magnitude >= mx::kMinNormalBits) return value;
-  return std::ldexp(static_cast<double>(magnitude), -149) * (bits >> 31 ? -1 : 1);
-}
-
 bool all_zero(const uint8_t* codes, int64_t rows, int64_t stride) {
   uint8_t magnitude = 0;
   for (int64_t r = 0; r < rows; ++r)
@@ -109,17 +103,17 @@ struct Tile {
   int64_t token, tokens;  // of A
 };
 
-enum class Sum : uint8_t { fast, nan, wide };  // what a token's sums over one tile need: the kernel, NaN, or float64
+enum class Sum : uint8_t { fast, wide, nan };  // what a token's sums over one tile are: the kernel's, float64's, or NaN
 
 // One element of C without bias in float64: each value is decoded times its scale, so Inf and NaN scales act on zeros too.
 template <class Scales>
 float exact_dot(const Problem& p, const Scales& scales, int64_t m, int64_t n) {
   const uint8_t *a = p.a + m * p.k, *b = p.b + n * p.k;
   const float* table = generic::e4m3_table().data();
-  const double column = exact(scales.column(n));
+  const double column = scales.column(n);
   double sum = 0;
   for (int64_t j = 0; j < p.blocks(); ++j) {
-    const double a_scale = exact(scales.a(m, j)), b_scale = exact(scales.b(n / Scales::kGroup, j)) * column;
+    const double a_scale = scales.a(m, j), b_scale = scales.b(n / Scales::kGroup, j) * column;
     for (int64_t i = j * kBlock; i < (j + 1) * kBlock; ++i) sum += table[a[i]] * a_scale * (table[b[i]] * b_scale);
   }
   return static_cast<float>(sum);
@@ -141,8 +135,8 @@ Sum combine_scales(const Problem& p, const Scales& scales, int64_t m, int64_t fi
     if (product >= kLeastScale && product <= kMostScale) continue;
     if (std::isnan(a_scale) || std::isnan(b_scale[j])) return Sum::nan;
     factor[j] = 0;
-    const double a_exact = exact(useful_scale(a_scale, p.a + m * p.k + (first + j) * kBlock, 1, p.k));
-    if (!(a_exact * exact(b_scale[j]) == 0)) need = Sum::wide;  // 0 * Inf is NaN: wide
+    const double useful = useful_scale(a_scale, p.a + m * p.k + (first + j) * kBlock, 1, p.k);
+    if (!(useful * b_scale[j] == 0)) need = Sum::wide;  // 0 * Inf is NaN: wide
   }
   return need;
 }
@@ -150,20 +144,17 @@ Sum combine_scales(const Problem& p, const Scales& scales, int64_t m, int64_t fi
 // Writes one tile's C into `c` [tokens][kMaxTileRows], bias included. b_scale: [blocks], of the tile; a: the decoded tokens.
 template <class Scales>
 void compute_tile(const Problem& p, const Scales& scales, const Kernels& kernels, const Tile& tile, const float* b_scale, float* a, float* c) {
-  float factor[chunk_blocks(1)] = {};
+  float factor[kMaxFactors];
   Sum need[kMaxTokens] = {};
+  bool has_nan[kMaxTokens] = {};
   uint8_t row_is_nan[kMaxTileRows] = {};
   const int tokens = static_cast<int>(tile.tokens);
   std::fill_n(c, tokens * kMaxTileRows, 0.0f);
   for (int64_t first = 0; first < p.blocks(); first += chunk_blocks(tokens)) {
     const int64_t blocks = std::min(chunk_blocks(tokens), p.blocks() - first);
-    for (int t = 0; t < tokens; ++t) {
-      const int64_t m = tile.token + t;
-      const Sum chunk = combine_scales(p, scales, m, first, blocks, b_scale + first, kernels.a_factor, factor);
-      const bool nan = kernels.decode(p.a + m * p.k + first * kBlock, factor, blocks, tokens, a + t * kLanes);
-      if (nan || chunk == Sum::nan) need[t] = Sum::nan;
-      if (chunk == Sum::wide && need[t] == Sum::fast) need[t] = Sum::wide;
-    }
+    for (int t = 0; t < tokens; ++t)
+      need[t] = std::max(need[t], combine_scales(p, scales, tile.token + t, first, blocks, b_scale + first, kernels.a_factor, factor + t * blocks));
+    kernels.decode({p.a + tile.token * p.k + first * kBlock, p.k, factor}, blocks, tokens, a, has_nan);
     kernels.dot({p.b + tile.row * p.k + first * kBlock, p.k, tile.rows, blocks, a, c, row_is_nan}, tokens);
   }
   for (int t = 0; t < tokens; ++t) {
@@ -171,9 +162,9 @@ void compute_tile(const Problem& p, const Scales& scales, const Kernels& kernels
     for (int64_t r = 0; r < tile.rows; ++r) line[r] = line[r] * kernels.out_factor * scales.column(tile.row + r);
     for (int64_t r = 0; r < tile.rows; ++r) {
       const float column = scales.column(tile.row + r);
-      const bool wide = need[t] == Sum::wide || (!std::isnormal(column) && exact(column) != 0);
+      const bool wide = need[t] == Sum::wide || (!std::isnormal(column) && column != 0);
       if (wide) line[r] = exact_dot(p, scales, tile.token + t, tile.row + r);
-      if (need[t] == Sum::nan || row_is_nan[r]) line[r] = kNan;
+      if (need[t] == Sum::nan || has_nan[t] || row_is_nan[r]) line[r] = kNan;
     }
     if (p.bias.empty()) continue;
     for (int64_t r = 0; r < tile.rows; ++r) line[r] += p.bias[tile.row + r];
@@ -214,6 +205,7 @@ void run(const Problem& p, const Scales& scales, Tensor& out) {
   const int64_t tiles = ceil_div(p.n, group), bands = ceil_div(p.m, kBandTokens);
   const int64_t item_products = std::max<int64_t>(1, group * std::min(p.m, kBandTokens) * p.k);
   torch::stable::parallel_for(0, tiles * bands, std::max<int64_t>(1, kGrainProducts / item_products), [&](int64_t begin, int64_t end) {
+    const KeepSubnormals keep;
     alignas(64) float a[kDecodedFloats];
     alignas(64) float c[kMaxTokens * kMaxTileRows];
     std::vector<float> b_scale(p.blocks());

@@ -1,7 +1,7 @@
 // AVX2 kernels of the CPU GEMM (contract: mxfp8_cpu_kernels.h).
 //
 // Decoding: the bits s eeee mmm of a code, shifted right arithmetically to fp32's s........ eeee mmm and masked, are the code's
-// value times 2^-120, subnormal codes included (they become fp32 subnormals). 32 codes are loaded as 8 dwords; two 16-bit
+// value times 2^-120, subnormal codes included (they become fp32 subnormals, which the caller must not flush). 32 codes are loaded as 8 dwords; two 16-bit
 // shifts serve four codes each, so a code costs 9/32 of an instruction and no shuffle. NaN codes come out as 480 * 2^-120
 // and are found beside it, with a byte maximum.
 //
@@ -15,19 +15,6 @@
 #if MORI_X86
 
 namespace mori::mxfp8::avx2 {
-
-// Subnormal operands count: the calling thread may have asked to flush them (torch.set_flush_denormal).
-class KeepSubnormals {
- public:
-  KeepSubnormals() : saved_(_mm_getcsr()) { _mm_setcsr(saved_ & ~kFlushBits); }
-  ~KeepSubnormals() { _mm_setcsr(saved_); }
-  KeepSubnormals(const KeepSubnormals&) = delete;
-  KeepSubnormals& operator=(const KeepSubnormals&) = delete;
-
- private:
-  static constexpr unsigned kFlushBits = 0x8040;  // FTZ, DAZ
-  unsigned saved_;
-};
 
 // The codes 4l + kOrder[i] of 8 dwords, times 2^-120.
 template <int I>
@@ -47,20 +34,22 @@ MORI_AVX2_INLINE bool holds_nan(__m256i marks) {
 
 MORI_AVX2_INLINE __m256i load(const uint8_t* codes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)); }
 
-MORI_AVX2 inline bool decode(const uint8_t* codes, const float* scale, int64_t blocks, int tokens, float* a) {
-  const KeepSubnormals keep;
+MORI_AVX2 inline void decode(const Rows& rows, int64_t blocks, int tokens, float* a, bool* has_nan) {
   const __m256 unit = _mm256_set1_ps(0x1p120f);
-  __m256i marks = _mm256_setzero_si256();
+  __m256i marks[kMaxTokens] = {};
   for (int64_t j = 0; j < blocks; ++j, a += 4 * tokens * kLanes) {
-    const __m256i block = load(codes + 32 * j);
-    const __m256 factor = _mm256_broadcast_ss(scale + j);
-    marks = _mm256_max_epu8(marks, nan_mark(block));
-    _mm256_storeu_ps(a, _mm256_mul_ps(_mm256_mul_ps(decode_dwords<0>(block), unit), factor));
-    _mm256_storeu_ps(a + tokens * kLanes, _mm256_mul_ps(_mm256_mul_ps(decode_dwords<1>(block), unit), factor));
-    _mm256_storeu_ps(a + 2 * tokens * kLanes, _mm256_mul_ps(_mm256_mul_ps(decode_dwords<2>(block), unit), factor));
-    _mm256_storeu_ps(a + 3 * tokens * kLanes, _mm256_mul_ps(_mm256_mul_ps(decode_dwords<3>(block), unit), factor));
+    for (int t = 0; t < tokens; ++t) {
+      const __m256i codes = load(rows.codes + t * rows.stride + 32 * j);
+      const __m256 factor = _mm256_broadcast_ss(rows.factor + t * blocks + j);
+      marks[t] = _mm256_max_epu8(marks[t], nan_mark(codes));
+      float* out = a + t * kLanes;
+      _mm256_store_ps(out, _mm256_mul_ps(_mm256_mul_ps(decode_dwords<0>(codes), unit), factor));
+      _mm256_store_ps(out + tokens * kLanes, _mm256_mul_ps(_mm256_mul_ps(decode_dwords<1>(codes), unit), factor));
+      _mm256_store_ps(out + 2 * tokens * kLanes, _mm256_mul_ps(_mm256_mul_ps(decode_dwords<2>(codes), unit), factor));
+      _mm256_store_ps(out + 3 * tokens * kLanes, _mm256_mul_ps(_mm256_mul_ps(decode_dwords<3>(codes), unit), factor));
+    }
   }
-  return holds_nan(marks);
+  for (int t = 0; t < tokens; ++t) has_nan[t] |= holds_nan(marks[t]);
 }
 
 MORI_AVX2_INLINE float sum_of_chains(__m256 chains) {
@@ -137,7 +126,6 @@ MORI_AVX2_INLINE void dot_rows(const Pass& pass, int64_t r) {
 
 template <int Rows, int Tokens>
 MORI_AVX2 void dot_tokens(const Pass& pass) {
-  const KeepSubnormals keep;
   int64_t r = 0;
   for (; r + Rows <= pass.rows; r += Rows) dot_rows<Rows, Tokens>(pass, r);
   for (; r + 2 <= pass.rows; r += 2) dot_rows<2, Tokens>(pass, r);

@@ -25,15 +25,15 @@ inline void decode_block(const float* table, const uint8_t* codes, Block& out) {
     for (int lane = 0; lane < kLanes; ++lane) out[i][lane] = table[codes[4 * lane + kOrder[i]]];
 }
 
-inline bool decode(const uint8_t* codes, const float* scale, int64_t blocks, int tokens, float* a) {
+inline void decode(const Rows& rows, int64_t blocks, int tokens, float* a, bool*) {
   const float* table = e4m3_table().data();
-  for (int64_t j = 0; j < blocks; ++j) {
-    Block block;
-    decode_block(table, codes + 32 * j, block);
-    for (int i = 0; i < 4; ++i)
-      for (int lane = 0; lane < kLanes; ++lane) a[((j * 4 + i) * tokens) * kLanes + lane] = block[i][lane] * scale[j];
-  }
-  return false;
+  for (int64_t j = 0; j < blocks; ++j, a += 4 * tokens * kLanes)
+    for (int t = 0; t < tokens; ++t) {
+      Block block;
+      decode_block(table, rows.codes + t * rows.stride + 32 * j, block);
+      for (int i = 0; i < 4; ++i)
+        for (int lane = 0; lane < kLanes; ++lane) a[(i * tokens + t) * kLanes + lane] = block[i][lane] * rows.factor[t * blocks + j];
+    }
 }
 
 inline float sum_of_chains(const float (&c)[kLanes]) {

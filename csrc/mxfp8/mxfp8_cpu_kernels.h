@@ -18,7 +18,14 @@ constexpr int64_t kMaxTileRows = 128;
 
 // How many blocks of how many tokens are decoded ahead of a pass: whole spans, at most 24 KB of fp32.
 constexpr int64_t chunk_blocks(int tokens) { return kSpan * (6 / tokens); }
-constexpr int64_t kDecodedFloats = 6 * kSpan * 32;
+constexpr int64_t kMaxFactors = 6 * kSpan, kDecodedFloats = kMaxFactors * 32;
+
+// Rows of A to decode.
+struct Rows {
+  const uint8_t* codes;  // of the first token, at the chunk's first block
+  int64_t stride;        // K
+  const float* factor;   // [tokens][blocks]
+};
 
 struct Pass {
   const uint8_t* b;     // codes of the tile's first row, at the chunk's first block
@@ -33,8 +40,9 @@ struct Pass {
 struct Kernels {
   // Powers of two that a kernel wants on the scales of A and on the result, to keep every number it meets a normal fp32.
   float a_factor, out_factor;
-  // One token's `blocks` blocks, decoded times its scale, into `a` of a pass (already offset to the token). True: a NaN code.
-  bool (*decode)(const uint8_t* codes, const float* scale, int64_t blocks, int tokens, float* a);
+  // `blocks` blocks of each token, times their factors, to a [block][4][tokens][kLanes]; sets has_nan [tokens] where a token
+  // holds a NaN code that the sum would miss.
+  void (*decode)(const Rows& rows, int64_t blocks, int tokens, float* a, bool* has_nan);
   void (*dot)(const Pass& pass, int tokens);
 };
 

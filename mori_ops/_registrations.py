@@ -127,6 +127,22 @@ def _out_fake(*args, **kwargs):
     return None  # an out overload returns nothing
 
 
+def _on_one_device(op: str, overload: str, fake):
+    """`fake`, refusing mixed devices: one meta tensor among real ones (a weight that was never loaded) brings the call here,
+    and the result would be uninitialised memory."""
+    names = [argument.name for argument in getattr(getattr(torch.ops.mori, op), overload)._schema.arguments]
+
+    def checked(*args, **kwargs):
+        given = [(name, t) for name, t in (*zip(names, args), *kwargs.items()) if isinstance(t, Tensor)]
+        first_name, first = given[0]
+        for name, t in given:
+            if t.device != first.device:
+                raise ValueError(f"{op}: {name} must be on the same device as {first_name}, {first.device}, got {t.device}")
+        return fake(*args, **kwargs)
+
+    return checked
+
+
 # --- autocast --------------------------------------------------------------------------------------------------------
 
 
@@ -167,8 +183,8 @@ def _explain_missing(op: str, device: str, built: str) -> None:
 def register(built: str) -> dict[str, dict[str, bool]]:
     """Registers all of the above; returns, per op, the devices that have a kernel of their own."""
     for op, fake in _FAKES.items():
-        torch.library.register_fake(f"mori::{op}", fake)
-        torch.library.register_fake(f"mori::{op}.out", _out_fake)
+        torch.library.register_fake(f"mori::{op}", _on_one_device(op, "default", fake))
+        torch.library.register_fake(f"mori::{op}.out", _on_one_device(op, "out", _out_fake))
     for device in ("cpu", "cuda"):
         _register_linear_autocast(device, f"Autocast{DEVICES[device]}")
     table = {op: {device: has_kernel(op, device) for device in DEVICES} for op in OPS}

@@ -52,9 +52,14 @@ def assert_close(result: Tensor, expected: Tensor, tolerance: float | None = Non
         assert error <= tolerance, f"relative L2 error {error:.3e} > {tolerance:.1e}"
 
 
+def bits(t: Tensor) -> Tensor:
+    """The tensor's bits as integers of the same size, strides kept."""
+    return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[t.element_size()])
+
+
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Bitwise equality, NaN included."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits(a), bits(b))
 
 
 def random_codes(*shape: int, generator: torch.Generator | None = None) -> Tensor:

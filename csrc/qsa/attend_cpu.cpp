@@ -11,7 +11,6 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
-#include <cstring>
 #include <limits>
 
 #include "../common/route.h"
@@ -320,7 +319,7 @@ Plan make_plan(const char* op, const Inputs& in, int64_t begin, int64_t end) {
         const RowScan &last = scans[t - 1], &row = scans[t];
         const auto* slots = ids + t * s.slots + begin;
         extends[t] = last.count == last.used && row.count == row.used && last.count <= row.count &&
-                     std::memcmp(slots, slots - s.slots, last.count * sizeof(*ids)) == 0;
+                     std::equal(slots, slots + last.count, slots - s.slots);
       }
     });
   });

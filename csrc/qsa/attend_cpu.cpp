@@ -112,8 +112,7 @@ class Engine {
     for (int64_t row = 0; row < (end - begin) * group_; ++row) {
       float* q = w.q.data() + row * dim_;
       micro_.load(in_.q.at(begin + row / group_, kv_head * group_ + row % group_), in_.q.dtype(), dim_, q);
-      float top = 0;
-      for (int64_t d = 0; d < dim_; ++d) top = std::max(top, std::abs(q[d]));
+      const float top = micro_.largest(q, dim_);
       int exponent = 0;
       if (std::isfinite(top)) std::frexp(top, &exponent);
       // Two factors: 2^149 is no fp32 number.
@@ -124,13 +123,14 @@ class Engine {
     }
   }
 
-  // The n cells of one chunk for `tokens` tokens, of which token t uses the first counts[t] (not decreasing in t).
-  // Leaves chunk_max, chunk_sum and acc of every row with a cell; gives the first such row.
-  int64_t chunk(const int64_t* list, int64_t n, int64_t kv_head, int64_t tokens, const int64_t* counts, Scratch& w) const {
-    gather(list, n, kv_head, w);
+  // The first n cells of `list` (which holds `listed`) for `tokens` tokens, of which token t uses the first counts[t], not decreasing
+  // in t. Leaves chunk_max, chunk_sum and acc of every row with a cell; gives the first such row.
+  int64_t chunk(const int64_t* list, int64_t n, int64_t listed, int64_t kv_head, int64_t tokens, const int64_t* counts, Scratch& w) const {
     const int64_t rows = tokens * group_;
     const auto first_row_beyond = [&](int64_t cells) { return (std::upper_bound(counts, counts + tokens, cells) - counts) * group_; };
     for (int64_t c = 0; c < n; c += kPanel) {
+      gather(list, c, n, kv_head, w);
+      prefetch_ahead(list, c, n, listed, kv_head);
       micro_.k_panel(w.k_cells.data() + c, w.k_scale.data() + c * kMaxGroups, dim_, w.k_panel.data());
       for_tiles(first_row_beyond(c), rows, [&](int64_t row, int64_t height) {
         micro_.scores(height, w.q.data() + row * dim_, dim_, w.k_panel.data(), w.scores.data() + row * kChunk + c);
@@ -177,19 +177,27 @@ class Engine {
   }
 
  private:
-  // Addresses and scales of the chunk's cells; a partial last K panel repeats the last cell, whose extra scores nobody reads.
-  void gather(const int64_t* list, int64_t n, int64_t kv_head, Scratch& w) const {
-    const int64_t groups = dim_ / kScaleGroup;
-    for (int64_t c = 0; c < n; ++c) {
-      w.k_cells[c] = in_.k.at(list[c], kv_head);
-      w.v_cells[c] = in_.v.at(list[c], kv_head);
+  // Addresses and scales of the cells of the panel at c. A partial last panel repeats the last cell: nobody reads its extra scores.
+  void gather(const int64_t* list, int64_t begin, int64_t n, int64_t kv_head, Scratch& w) const {
+    for (int64_t c = begin; c < begin + kPanel; ++c) {
+      const int64_t cell = list[std::min(c, n - 1)];
+      w.k_cells[c] = in_.k.at(cell, kv_head);
+      w.v_cells[c] = in_.v.at(cell, kv_head);
       if (!in_.shape.int8_kv) continue;
-      micro_.load_scales(in_.k_scale->at(list[c], kv_head), groups, w.k_scale.data() + c * kMaxGroups);
-      micro_.load_scales(in_.v_scale->at(list[c], kv_head), groups, w.v_scale.data() + c * kMaxGroups);
+      micro_.load_scales(in_.k_scale->at(cell, kv_head), dim_ / kScaleGroup, w.k_scale.data() + c * kMaxGroups);
+      micro_.load_scales(in_.v_scale->at(cell, kv_head), dim_ / kScaleGroup, w.v_scale.data() + c * kMaxGroups);
     }
-    for (int64_t c = n; c % kPanel != 0; ++c) {
-      w.k_cells[c] = w.k_cells[n - 1];
-      std::copy_n(w.k_scale.data() + (n - 1) * kMaxGroups, kMaxGroups, w.k_scale.data() + c * kMaxGroups);
+  }
+
+  // Selected cells lie anywhere: ask early for K and the scales of the next panel, and for V of this one.
+  void prefetch_ahead(const int64_t* list, int64_t begin, int64_t n, int64_t listed, int64_t kv_head) const {
+    const int64_t bytes = dim_ * (in_.shape.int8_kv ? 1 : 2);
+    for (int64_t c = begin; c < std::min(begin + kPanel, n); ++c) prefetch(in_.v.at(list[c], kv_head), bytes);
+    for (int64_t c = begin + kPanel; c < std::min(begin + 2 * kPanel, listed); ++c) {
+      prefetch(in_.k.at(list[c], kv_head), bytes);
+      if (!in_.shape.int8_kv) continue;
+      prefetch(in_.k_scale->at(list[c], kv_head), 1);
+      prefetch(in_.v_scale->at(list[c], kv_head), 1);
     }
   }
 
@@ -237,7 +245,7 @@ void attend_by_tokens(const Inputs& in, const Plan& plan, const Micro& micro, co
     for (int64_t c = 0; c < count; c += kChunk) {
       const int64_t n = std::min(kChunk, count - c);
       for (int64_t t = 0; t < tokens; ++t) w.counts[t] = std::clamp<int64_t>(plan.counts[block.begin + t] - c, 0, n);
-      for (int64_t row = engine.chunk(w.list.data() + c, n, kv_head, tokens, w.counts.data(), w); row < rows; ++row)
+      for (int64_t row = engine.chunk(w.list.data() + c, n, count - c, kv_head, tokens, w.counts.data(), w); row < rows; ++row)
         engine.fold(w.max[row], w.sum[row], w.total.data() + row * s.dim, w.chunk_max[row], w.chunk_sum[row], w.acc.data() + row * s.dim,
                     w.factor[row]);
     }
@@ -252,14 +260,14 @@ void attend_by_chunks(const Inputs& in, const Plan& plan, const Micro& micro, co
   const Engine engine(in, micro);
   const int64_t group = engine.group();
   struct Item {
-    int64_t token, kv_head, cell, n;
+    int64_t token, kv_head, cell, n, listed;
   };
   std::vector<int64_t> lists(s.tokens * s.slots);
   std::vector<Item> items;
   for (int64_t token = 0; token < s.tokens; ++token) {
     const int64_t count = compact(in, plan, token, lists.data() + token * s.slots);
     for (int64_t kv_head = 0; kv_head < s.kv_heads; ++kv_head)
-      for (int64_t c = 0; c < count; c += kChunk) items.push_back({token, kv_head, c, std::min(kChunk, count - c)});
+      for (int64_t c = 0; c < count; c += kChunk) items.push_back({token, kv_head, c, std::min(kChunk, count - c), count - c});
   }
   const int64_t threads = std::max<int64_t>(1, std::min<int64_t>(torch::stable::get_num_threads(), items.size()));
   std::vector<Scratch> scratch = make_scratch(threads, group, 1, s);
@@ -269,7 +277,7 @@ void attend_by_chunks(const Inputs& in, const Plan& plan, const Micro& micro, co
     Scratch& w = scratch[thread];
     const Item& item = items[i];
     engine.load_q(item.token, item.token + 1, item.kv_head, w);
-    engine.chunk(lists.data() + item.token * s.slots + item.cell, item.n, item.kv_head, 1, &item.n, w);
+    engine.chunk(lists.data() + item.token * s.slots + item.cell, item.n, item.listed, item.kv_head, 1, &item.n, w);
     std::copy_n(w.acc.data(), group * s.dim, acc.data() + i * group * s.dim);
     std::copy_n(w.chunk_max.data(), group, max.data() + i * group);
     std::copy_n(w.chunk_sum.data(), group, sum.data() + i * group);

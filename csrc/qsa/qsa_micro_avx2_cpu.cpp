@@ -23,7 +23,9 @@ MORI_AVX2_INLINE __m256 load8(const BFloat16* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
 }
 MORI_AVX2_INLINE __m256 load8(const int8_t* p) {
-  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  // The bits of 2^23 + 128 + code, then minus 2^23 + 128: twice the rate of vcvtdq2ps on Zen 3.
+  const __m256i codes = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return _mm256_sub_ps(_mm256_castsi256_ps(_mm256_add_epi32(codes, _mm256_set1_epi32(0x4b000080))), _mm256_set1_ps(8388736.0f));
 }
 
 MORI_AVX2_INLINE void store8(float* p, __m256 x) { _mm256_storeu_ps(p, x); }
@@ -39,6 +41,18 @@ MORI_AVX2_INLINE void store8(BFloat16* p, __m256 x) {
   const __m256i words = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), is_nan);
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(words, words), 0x08);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+}
+
+MORI_AVX2_INLINE float max_of(__m256 x) {
+  __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+
+MORI_AVX2_INLINE float sum_of(__m256 x) {
+  __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
 }
 
 template <class T>
@@ -67,6 +81,12 @@ void store(const float* source, int64_t n, ScalarType dtype, void* out) {
   if (dtype == ScalarType::Half) return convert_back<Half>(source, n, out);
   if (dtype == ScalarType::BFloat16) return convert_back<BFloat16>(source, n, out);
   convert_back<float>(source, n, out);
+}
+
+MORI_AVX2 float largest(const float* x, int64_t n) {
+  __m256 tops = _mm256_setzero_ps();
+  for (int64_t i = 0; i < n; i += 8) tops = _mm256_max_ps(_mm256_andnot_ps(_mm256_set1_ps(-0.0f), load8(x + i)), tops);
+  return max_of(tops);
 }
 
 MORI_AVX2 void load_scales(const void* source, int64_t groups, float* out) {
@@ -214,25 +234,26 @@ MORI_AVX2_INLINE __m256 lanes_below(int64_t first, int64_t n) {
   return _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(static_cast<int>(n - first)), lane));
 }
 
-// Reads s up to a multiple of 8 beyond n: the buffers have kChunk values per row.
+// Reads and writes s up to a multiple of 8 beyond n: the buffers have kChunk values per row.
 MORI_AVX2 void softmax(float* s, int64_t n, float factor, float* max, float* sum) {
-  const __m256 lowest = _mm256_set1_ps(-std::numeric_limits<float>::infinity());
-  __m256 tops = lowest;
-  for (int64_t i = 0; i < n; i += 8) tops = _mm256_max_ps(_mm256_blendv_ps(lowest, load8(s + i), lanes_below(i, n)), tops);
-  __m128 top4 = _mm_max_ps(_mm256_castps256_ps128(tops), _mm256_extractf128_ps(tops, 1));
-  top4 = _mm_max_ps(top4, _mm_movehl_ps(top4, top4));
-  const float top = _mm_cvtss_f32(_mm_max_ss(top4, _mm_movehdup_ps(top4)));
+  const int64_t whole = n & ~int64_t{7};
+  const __m256 lowest = _mm256_set1_ps(-std::numeric_limits<float>::infinity()), tail = lanes_below(whole, n);
+  __m256 tops = whole < n ? _mm256_blendv_ps(lowest, load8(s + whole), tail) : lowest;
+  for (int64_t i = 0; i < whole; i += 8) tops = _mm256_max_ps(load8(s + i), tops);
+  *max = max_of(tops);
+  const __m256 top = _mm256_set1_ps(*max), by = _mm256_set1_ps(factor);
   __m256 sums = _mm256_setzero_ps();
-  for (int64_t i = 0; i < n; i += 8) {
-    const __m256 x = _mm256_mul_ps(_mm256_sub_ps(load8(s + i), _mm256_set1_ps(top)), _mm256_set1_ps(factor));
-    const __m256 p = _mm256_and_ps(exp8(x), lanes_below(i, n));
+  for (int64_t i = 0; i < whole; i += 8) {
+    const __m256 p = exp8(_mm256_mul_ps(_mm256_sub_ps(load8(s + i), top), by));
     store8(s + i, p);
     sums = _mm256_add_ps(sums, p);
   }
-  __m128 sum4 = _mm_add_ps(_mm256_castps256_ps128(sums), _mm256_extractf128_ps(sums, 1));
-  sum4 = _mm_add_ps(sum4, _mm_movehl_ps(sum4, sum4));
-  *max = top;
-  *sum = _mm_cvtss_f32(_mm_add_ss(sum4, _mm_movehdup_ps(sum4)));
+  if (whole < n) {
+    const __m256 p = _mm256_and_ps(exp8(_mm256_mul_ps(_mm256_sub_ps(load8(s + whole), top), by)), tail);
+    store8(s + whole, p);
+    sums = _mm256_add_ps(sums, p);
+  }
+  *sum = sum_of(sums);
 }
 
 // ---- rows; n is a multiple of 8 for D 64, 128, 256, and any for qsa_merge ----------------------------------------------
@@ -260,7 +281,7 @@ MORI_AVX2 void finish(float* row, float denominator, const float* gate, int64_t 
 }
 
 template <class Kv>
-constexpr Micro kMicro = {load, store, load_scales, k_panel<Kv>, v_panel<Kv>, scores, softmax, values, fold, finish};
+constexpr Micro kMicro = {load, store, largest, load_scales, k_panel<Kv>, v_panel<Kv>, scores, softmax, values, fold, finish};
 
 }  // namespace
 

@@ -13,10 +13,18 @@ constexpr int64_t kTileRows = 6;  // 6 x 16 accumulators take 12 of the 16 vecto
 constexpr int64_t kChunk = 128;   // cells per softmax step: the codes of one KV head, decoded V panel and scores stay in L2
 constexpr int64_t kMaxGroups = 4; // scales of a cell and head: D 256 / 64
 
+inline void prefetch(const char* address, int64_t bytes) {
+#if defined(__GNUC__)
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(address + i);
+#endif
+}
+
 struct Micro {
   // n values of a float dtype to fp32, and back with one rounding.
   void (*load)(const void* source, ScalarType dtype, int64_t n, float* out);
   void (*store)(const float* source, int64_t n, ScalarType dtype, void* out);
+  // The largest |x[i]|; unspecified if one is NaN. n is a multiple of 8.
+  float (*largest)(const float* x, int64_t n);
   // The fp16 scales of a cell: `groups` of them.
   void (*load_scales)(const void* source, int64_t groups, float* out);
   // kPanel cells of K, decoded and transposed: panel[d][cell]. scales[cell][kMaxGroups] are read for int8 only.

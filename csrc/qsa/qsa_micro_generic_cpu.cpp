@@ -36,6 +36,12 @@ void store(const float* source, int64_t n, ScalarType dtype, void* out) {
   convert_back<float>(source, n, out);
 }
 
+float largest(const float* x, int64_t n) {
+  float top = 0;
+  for (int64_t i = 0; i < n; ++i) top = std::max(top, std::abs(x[i]));
+  return top;
+}
+
 void load_scales(const void* source, int64_t groups, float* out) { convert<Half>(source, groups, out); }
 
 template <class Kv>
@@ -98,7 +104,7 @@ void finish(float* row, float denominator, const float* gate, int64_t n) {
 }
 
 template <class Kv>
-constexpr Micro kMicro = {load, store, load_scales, k_panel<Kv>, v_panel<Kv>, scores, softmax, values, fold, finish};
+constexpr Micro kMicro = {load, store, largest, load_scales, k_panel<Kv>, v_panel<Kv>, scores, softmax, values, fold, finish};
 
 }  // namespace
 

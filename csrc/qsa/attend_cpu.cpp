@@ -130,7 +130,8 @@ class Engine {
     const auto first_row_beyond = [&](int64_t cells) { return (std::upper_bound(counts, counts + tokens, cells) - counts) * group_; };
     for (int64_t c = 0; c < n; c += kPanel) {
       gather(list, c, n, kv_head, w);
-      prefetch_ahead(list, c, n, listed, kv_head);
+      prefetch_v(list, c, std::min(c + kPanel, n), kv_head);
+      prefetch_k(list, c + kPanel, std::min(c + 2 * kPanel, n), kv_head);
       micro_.k_panel(w.k_cells.data() + c, w.k_scale.data() + c * kMaxGroups, dim_, w.k_panel.data());
       for_tiles(first_row_beyond(c), rows, [&](int64_t row, int64_t height) {
         micro_.scores(height, w.q.data() + row * dim_, dim_, w.k_panel.data(), w.scores.data() + row * kChunk + c);
@@ -140,6 +141,8 @@ class Engine {
     for (int64_t row = first; row < rows; ++row)
       micro_.softmax(w.scores.data() + row * kChunk, counts[row / group_], w.factor[row], &w.chunk_max[row], &w.chunk_sum[row]);
     for (int64_t d = 0; d < dim_; d += kPanel) {
+      const int64_t share = kChunk * kPanel / dim_, ahead = n + d / kPanel * share;
+      prefetch_k(list, ahead, std::min(ahead + share, listed), kv_head);
       micro_.v_panel(w.v_cells.data(), w.v_scale.data(), n, d, w.v_panel.data());
       for_tiles(first, rows, [&](int64_t row, int64_t height) {
         // Cells that every row of the tile uses, then each row's own: a cell that a row did not select must not touch it (it may hold NaN).
@@ -189,17 +192,22 @@ class Engine {
     }
   }
 
-  // Selected cells lie anywhere: ask early for K and the scales of the next panel, and for V of this one.
-  void prefetch_ahead(const int64_t* list, int64_t begin, int64_t n, int64_t listed, int64_t kv_head) const {
-    const int64_t bytes = dim_ * (in_.shape.int8_kv ? 1 : 2);
-    for (int64_t c = begin; c < std::min(begin + kPanel, n); ++c) prefetch(in_.v.at(list[c], kv_head), bytes);
-    for (int64_t c = begin + kPanel; c < std::min(begin + 2 * kPanel, listed); ++c) {
-      prefetch(in_.k.at(list[c], kv_head), bytes);
+  // Selected cells lie anywhere in memory, so their rows are asked for early, a few at a time between the products: V of the chunk
+  // while its scores are computed, K and the scales of the next chunk while this one meets V.
+  void prefetch_k(const int64_t* list, int64_t begin, int64_t end, int64_t kv_head) const {
+    for (int64_t c = begin; c < end; ++c) {
+      prefetch(in_.k.at(list[c], kv_head), row_bytes());
       if (!in_.shape.int8_kv) continue;
       prefetch(in_.k_scale->at(list[c], kv_head), 1);
       prefetch(in_.v_scale->at(list[c], kv_head), 1);
     }
   }
+
+  void prefetch_v(const int64_t* list, int64_t begin, int64_t end, int64_t kv_head) const {
+    for (int64_t c = begin; c < end; ++c) prefetch(in_.v.at(list[c], kv_head), row_bytes());
+  }
+
+  int64_t row_bytes() const { return in_.shape.int8_kv ? dim_ : 2 * dim_; }
 
   const Inputs& in_;
   const Micro& micro_;

@@ -90,8 +90,11 @@ MORI_AVX2 float largest(const float* x, int64_t n) {
 }
 
 MORI_AVX2 void load_scales(const void* source, int64_t groups, float* out) {
-  const uint16_t* bits = static_cast<const uint16_t*>(source);
-  for (int64_t i = 0; i < groups; ++i) out[i] = _cvtsh_ss(bits[i]);
+  int64_t bits = 0;
+  if (groups == 4) std::memcpy(&bits, source, 8);
+  else if (groups == 2) std::memcpy(&bits, source, 4);
+  else std::memcpy(&bits, source, 2);
+  _mm_storeu_ps(out, _mm_cvtph_ps(_mm_cvtsi64_si128(bits)));
 }
 
 // ---- K and V panels --------------------------------------------------------------------------------------------------

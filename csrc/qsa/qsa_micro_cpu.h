@@ -15,7 +15,7 @@ constexpr int64_t kMaxGroups = 4; // scales of a cell and head: D 256 / 64
 
 inline void prefetch(const char* address, int64_t bytes) {
 #if defined(__GNUC__)
-  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(address + i);
+  for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(address + i, 0, 2);  // into L2
 #endif
 }
 
@@ -25,7 +25,7 @@ struct Micro {
   void (*store)(const float* source, int64_t n, ScalarType dtype, void* out);
   // The largest |x[i]|; unspecified if one is NaN. n is a multiple of 8.
   float (*largest)(const float* x, int64_t n);
-  // The fp16 scales of a cell: `groups` of them.
+  // The fp16 scales of a cell, `groups` of them (1, 2 or 4); out has room for kMaxGroups.
   void (*load_scales)(const void* source, int64_t groups, float* out);
   // kPanel cells of K, decoded and transposed: panel[d][cell]. scales[cell][kMaxGroups] are read for int8 only.
   void (*k_panel)(const char* const* cells, const float* scales, int64_t dim, float* panel);

@@ -1,4 +1,4 @@
-"""The operators as citizens of torch: tracing, export, inference mode, devices, routes.
+"""The operators as citizens of torch: tracing, export, AOTInductor, inference mode, devices, routes.
 
 What users reported about compilation, autocast and autograd is in tests/test_public_reports.py (I*, P*).
 """
@@ -109,7 +109,7 @@ def test_the_out_overload_writes_the_functional_result(op):
         assert_same_bits(call_out(op, args), call(op, args))
 
 
-# --- torch.export -----------------------------------------------------------------------------------------------------
+# --- torch.export, AOTInductor ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -153,6 +153,14 @@ def test_exports_with_a_dynamic_number_of_rows():
     program = exported_layer()
     for rows in (2, 77):
         assert_same_bits(program.module()(*layer_inputs(rows)), Layer()(*layer_inputs(rows)))
+
+
+def test_aot_inductor_package_runs(tmp_path):
+    quick = {"aot_inductor.compile_wrapper_opt_level": "O0", "cpp_cache_precompile_headers": False}  # of the C++ compiler
+    path = torch._inductor.aoti_compile_and_package(exported_layer(), package_path=str(tmp_path / "layer.pt2"), inductor_configs=quick)
+    layer = torch._inductor.aoti_load_package(path)
+    for rows in (2, 77):
+        assert_same_bits(tuple(layer(*layer_inputs(rows))), Layer()(*layer_inputs(rows)))
 
 
 # --- inference mode, devices ------------------------------------------------------------------------------------------

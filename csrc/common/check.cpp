@@ -29,7 +29,8 @@ void check_out(const char* op, const char* name, const Tensor& out, const Sizes&
     if (input == nullptr) continue;
     check_same_device(op, name, out, "the inputs", *input);
     const ByteRange source = span(*input);
-    MORI_CHECK(result.end <= source.begin || source.end <= result.begin, op, ": ", name, " must not share memory with an input");
+    const bool empty = result.begin == result.end || source.begin == source.end;
+    MORI_CHECK(empty || result.end <= source.begin || source.end <= result.begin, op, ": ", name, " must not share memory with an input");
   }
 }
 

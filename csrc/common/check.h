@@ -3,11 +3,12 @@
 #pragma once
 
 #include <cstdint>
+#include <cstdio>
 #include <initializer_list>
 #include <optional>
-#include <sstream>
 #include <stdexcept>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include <torch/csrc/stable/library.h>
@@ -21,11 +22,23 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 using Sizes = std::vector<int64_t>;
 
+// Text without iostreams: numbers must not follow the process's locale, and a library that was linked with its own copy of
+// libstdc++ crashes when it formats a number through a stream.
+inline std::string text(const char* part) { return part; }
+inline std::string text(const std::string& part) { return part; }
+inline std::string text(double part) {
+  char buffer[32];
+  std::snprintf(buffer, sizeof buffer, "%g", part);
+  return buffer;
+}
+template <class Integer, class = std::enable_if_t<std::is_integral_v<Integer>>>
+std::string text(Integer part) {
+  return std::to_string(part);
+}
+
 template <class Error = std::invalid_argument, class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
-  std::ostringstream message;
-  (message << ... << parts);
-  throw Error(message.str());
+  throw Error((std::string() + ... + text(parts)));
 }
 
 #define MORI_CHECK(condition, ...)                \
@@ -58,11 +71,9 @@ inline std::string dtype_name(ScalarType dtype) {
 inline Sizes sizes_of(const Tensor& t) { return Sizes(t.sizes().begin(), t.sizes().end()); }
 
 inline std::string to_string(const Sizes& sizes) {
-  std::ostringstream text;
-  text << "[";
-  for (size_t i = 0; i < sizes.size(); ++i) text << (i ? ", " : "") << sizes[i];
-  text << "]";
-  return text.str();
+  std::string list;
+  for (int64_t size : sizes) list += (list.empty() ? "" : ", ") + std::to_string(size);
+  return "[" + list + "]";
 }
 
 // "float32 [8, 63]"

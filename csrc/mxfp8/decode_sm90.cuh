@@ -35,16 +35,18 @@ struct Multiplier {
 
 template <int kWords>
 __device__ __forceinline__ Multiplier multiplier_for(const uint32_t (&codes)[kWords], uint32_t scale) {
-  uint32_t any = 0, nan = 0;
+  uint32_t nan = 0;
 #pragma unroll
-  for (uint32_t word : codes) {
-    const uint32_t magnitudes = word & 0x7f7f7f7fu;
-    any |= magnitudes;
-    nan |= magnitudes + 0x01010101u;  // 0x7f becomes 0x80
-  }
-  const bool is_nan = (nan & 0x80808080u) != 0 || scale == mx::kNanScale;
+  for (uint32_t word : codes) nan |= (word & 0x7f7f7f7fu) + 0x01010101u;  // 0x7f becomes 0x80
   const uint32_t one = (min(scale, kLastScale) + 120u) << 7;
-  return {is_nan ? 0x7fc07fc0u : one | one << 16, any != 0 && !is_nan && scale - kFirstScale > kLastScale - kFirstScale};
+  Multiplier m = {one | one << 16, false};
+  if (scale - kFirstScale > kLastScale - kFirstScale) {
+    uint32_t any = 0;
+    for (uint32_t word : codes) any |= word & 0x7f7f7f7fu;
+    m.extreme = any != 0 && scale != mx::kNanScale;
+  }
+  if ((nan & 0x80808080u) != 0 || scale == mx::kNanScale) m.bf16x2 = 0x7fc07fc0u;
+  return m;
 }
 
 }  // namespace mori::mxfp8

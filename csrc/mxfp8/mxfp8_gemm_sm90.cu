@@ -4,7 +4,7 @@
 // folded in (decode_sm90.cuh); the tokens (A) are a bf16 workspace that `expand_tokens` writes first. fp8 wgmma is not used: its
 // sums keep about 14 bits, and with exact promotion it is no faster.
 //   tile       128 weight rows (2 consumer warpgroups of 64) x 64, 128, 192 or 256 tokens, 64 along K per stage
-//   producer   one thread: TMA of both operands into a ring of stages; full / empty mbarriers
+//   producer   one thread: TMA of both operands into a ring of stages, full / empty mbarriers; another warp: the stage's 8 scales
 //   consumer   16 codes of a row and stage by ld.shared.v4 -> A fragments in registers, double-buffered over two stages
 //   K order    within each 64: lane c of a quad owns bytes 16 c .. 16 c + 15 of a weight row, so it needs one scale per stage; the
 //              workspace holds the tokens in that order
@@ -31,6 +31,7 @@ constexpr int kWarpgroups = 2;          // consumers
 constexpr int kGroupRows = 64;          // weight rows of a warpgroup
 constexpr int kRows = kWarpgroups * kGroupRows;
 constexpr int kThreads = (kWarpgroups + 1) * 128;
+constexpr int kStageScales = kRows / 32 * (kStageK / 32);  // weight scales of a stage
 constexpr int kStoreTile = 64 * 64 * 2;  // bytes of a staged 64 x 64 tile of C
 constexpr int kSmemLimit = 227 * 1024;
 constexpr int kL2Group = 8;             // token tiles that go together over all weight rows
@@ -41,12 +42,13 @@ struct Config {
   static constexpr int kXBytes = kTokens * kStageK * 2, kWBytes = kRows * kStageK, kStageBytes = kXBytes + kWBytes;
   static constexpr int kStoreTiles = std::min(kTokens / 64, 2);  // staged at a time per warpgroup
   static constexpr int kStoreBytes = kWarpgroups * kStoreTiles * kStoreTile;
-  static constexpr int kAlign = 1024, kBarrierBytes = 512;
+  static constexpr int kAlign = 1024, kBarrierBytes = 512;  // barriers and scales
   static constexpr int kStages = std::min(8, (kSmemLimit - kAlign - kBarrierBytes - kStoreBytes) / kStageBytes);
   // Offsets from a 1024-byte aligned base.
   static constexpr int kWOffset = kStages * kXBytes, kStoreOffset = kWOffset + kStages * kWBytes, kBarrierOffset = kStoreOffset + kStoreBytes;
   static constexpr int kSmem = kAlign + kBarrierOffset + kBarrierBytes;
-  static_assert(kStages >= 3 && 2 * 8 * kStages <= kBarrierBytes && kSmem <= kSmemLimit);
+  static constexpr int kScaleOffset = kBarrierOffset + 2 * 8 * kStages;
+  static_assert(kStages >= 3 && (2 * 8 + kStageScales) * kStages <= kBarrierBytes && kSmem <= kSmemLimit);
 };
 
 // ---- tokens: e4m3 with 1x32 scales -> bf16 in the operand's K order, and a mark per token whose scales bf16 cannot hold ----
@@ -124,6 +126,15 @@ __device__ __forceinline__ void load_codes(uint32_t (&codes)[4], uint32_t smem) 
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(codes[0]), "=r"(codes[1]), "=r"(codes[2]), "=r"(codes[3]) : "r"(smem));
 }
 
+__device__ __forceinline__ uint32_t load_shared_byte(uint32_t smem) {
+  uint32_t value;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(value) : "r"(smem));
+  return value;
+}
+__device__ __forceinline__ void store_shared_byte(uint32_t smem, uint8_t value) {
+  asm volatile("st.shared.u8 [%0], %1;" ::"r"(smem), "r"(static_cast<uint32_t>(value)) : "memory");
+}
+
 __device__ __forceinline__ uint32_t pack2(float low, float high, bool half) {
   if (half) return pack_half2(low, high);
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
@@ -150,12 +161,12 @@ __global__ void __launch_bounds__(kThreads, 1) gemm(const __grid_constant__ Maps
                                                     const Tiles tiles) {
   extern __shared__ uint8_t smem[];
   const uint32_t base = (smem_address(smem) + C::kAlign - 1) / C::kAlign * C::kAlign;
-  const uint32_t x_smem = base, w_smem = base + C::kWOffset, store_smem = base + C::kStoreOffset, barriers = base + C::kBarrierOffset;
+  const uint32_t x_smem = base, w_smem = base + C::kWOffset, store_smem = base + C::kStoreOffset, barriers = base + C::kBarrierOffset, scale_smem = base + C::kScaleOffset;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), lane = threadIdx.x % 32;
   const int stages = static_cast<int>(padded_k(args.k)) / kStageK;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
-      mbarrier_init(barriers + 8 * i, 1);
+      mbarrier_init(barriers + 8 * i, 2);  // the copies and the scales
       mbarrier_init(barriers + 8 * (C::kStages + i), kWarpgroups * 4);
     }
     mbarrier_init_fence();
@@ -164,7 +175,8 @@ __global__ void __launch_bounds__(kThreads, 1) gemm(const __grid_constant__ Maps
 
   if (warpgroup == kWarpgroups) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    if (threadIdx.x % 128 == 0) {
+    const int warp = threadIdx.x / 32 % 4;
+    if (warp == 0 && threadIdx.x % 32 == 0) {
       Ring<C> ring(barriers, 1);
       for (int t = blockIdx.x; t < tiles.count(); t += gridDim.x) {
         const int2 tile = tiles.at(t);
@@ -173,6 +185,28 @@ __global__ void __launch_bounds__(kThreads, 1) gemm(const __grid_constant__ Maps
           mbarrier_arrive_expect(ring.full_barrier(), C::kStageBytes);
           tma_load(w_smem + ring.stage * C::kWBytes, &maps.w, ring.full_barrier(), s * kStageK, tile.y * kRows);
           tma_load(x_smem + ring.stage * C::kXBytes, &maps.x, ring.full_barrier(), s * kStageK, tile.x * C::kTokens);
+        }
+      }
+    } else if (warp == 1) {
+      // A lane holds one of the 8 scales of one of four consecutive stages, so that a load's latency is paid once in four.
+      Ring<C> ring(barriers, 1);
+      const int lane = threadIdx.x % 32, scale = lane % kStageScales;
+      for (int t = blockIdx.x; t < tiles.count(); t += gridDim.x) {
+        const int64_t n = static_cast<int64_t>(tiles.at(t).y) * kRows + scale / 2 * 32;
+        const auto load = [&](int s) {
+          const int64_t block = 2 * (s + lane / kStageScales) + scale % 2;
+          return n < args.n && block < scales.blocks ? scales.b_byte(n, block) : uint8_t{127};
+        };
+        uint8_t next = load(0);
+        for (int s = 0; s < stages; s += 4) {
+          const uint8_t now = next;
+          next = load(s + 4);
+          for (int i = 0; i < 4 && s + i < stages; ++i, ring.advance()) {
+            mbarrier_wait(ring.empty_barrier(ring.stage), ring.phase);
+            if (lane / kStageScales == i) store_shared_byte(scale_smem + ring.stage * kStageScales + scale, now);
+            __syncwarp();
+            if (lane == 0) mbarrier_arrive(ring.full_barrier());
+          }
         }
       }
     }
@@ -185,12 +219,14 @@ __global__ void __launch_bounds__(kThreads, 1) gemm(const __grid_constant__ Maps
   const bool leader = threadIdx.x % 128 == 0;
   const uint64_t x_descriptor = wgmma_descriptor(x_smem);
   const uint32_t my_codes = w_smem + warpgroup * kGroupRows * kStageK + (warp * 16 + g) * kStageK + c * 16;
+  const uint32_t my_scale = scale_smem + (warpgroup * 2 + warp / 2) * 2 + c / 2;  // a warp's 16 rows lie in one block of 32
   Ring<C> ring(barriers, 0);
   float sum[C::kTokens / 2] = {};
   bool extreme = false;
 
   // Both rows' 16 codes of a stage as the A fragments of its four k16 steps.
-  const auto decode_stage = [&](int stage, uint32_t scale, uint32_t (&a)[16]) {
+  const auto decode_stage = [&](int stage, uint32_t (&a)[16]) {
+    const uint32_t scale = load_shared_byte(my_scale + stage * kStageScales);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t codes[4];
@@ -217,33 +253,27 @@ __global__ void __launch_bounds__(kThreads, 1) gemm(const __grid_constant__ Maps
   for (int t = blockIdx.x; t < tiles.count(); t += gridDim.x) {
     const int2 tile = tiles.at(t);
     const int64_t m0 = static_cast<int64_t>(tile.x) * C::kTokens, n0 = static_cast<int64_t>(tile.y) * kRows + warpgroup * kGroupRows;
-    const int64_t scale_row = min(n0 + warp * 16, args.n - 1), last_block = scales.blocks - 1;  // 16 rows lie in one block of 32
-    const auto scale_of = [&](int s) { return static_cast<uint32_t>(scales.b_byte(scale_row, min(static_cast<int64_t>(2 * s + c / 2), last_block))); };
     extreme = false;
 
     uint32_t a0[16], a1[16];
-    uint32_t scale1 = scale_of(1);
     mbarrier_wait(ring.full_barrier(), ring.phase);
-    decode_stage(ring.stage, scale_of(0), a0);
+    decode_stage(ring.stage, a0);
 #pragma unroll 1
     for (int s = 0; s < stages; s += 2) {
       const int first = ring.stage;
       multiply_stage(first, a0, s > 0);
-      const bool more = s + 2 < stages;
-      const uint32_t next0 = more ? scale_of(s + 2) : 127, next1 = more ? scale_of(s + 3) : 127;
       ring.advance();
       const int second = ring.stage;
       mbarrier_wait(ring.full_barrier(), ring.phase);
-      decode_stage(second, scale1, a1);
+      decode_stage(second, a1);
       multiply_stage(second, a1, true);
       wgmma_wait<1>();
       release(first);
       ring.advance();
-      if (more) {
+      if (s + 2 < stages) {
         mbarrier_wait(ring.full_barrier(), ring.phase);
-        decode_stage(ring.stage, next0, a0);
+        decode_stage(ring.stage, a0);
       }
-      scale1 = next1;
       wgmma_wait<0>();
       release(second);
     }

@@ -1,0 +1,160 @@
+"""The CUDA kernels: against float64, against the CPU's bits where the bits are defined, and against themselves.
+
+Skipped where there is no CUDA device, or no CUDA backend in the build.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import mori_ops
+from mori_ops import reference
+from tests import cases
+from tests.samples import EXACT, arguments, as_tuple, call, expected, map_tensors, operator, out_arguments
+
+CUDA_OPS = [op for op, devices in mori_ops.kernels().items() if devices["cuda"]]
+pytestmark = pytest.mark.skipif(not (torch.cuda.is_available() and CUDA_OPS), reason="no CUDA device or no CUDA backend in this build")
+
+TOLERANCE = cases.RELATIVE_L2 | {torch.float32: 1e-5}  # tensor cores add in their own order
+# Beside the ragged shapes of the CPU tests: around the 32 tokens where the kernel changes, and whole and partial tiles.
+GEMM_SHAPES = (*cases.GEMM_SHAPES, (32, 1024, 1280), (33, 1024, 1280), (128, 512, 256), (192, 520, 640), (257, 300, 1408), (300, 136, 96), (1000, 1032, 640))
+
+
+def cuda(value):
+    return value.cuda()
+
+
+def check(result: torch.Tensor, wanted: torch.Tensor) -> None:
+    few = wanted.numel() < cases.FEW and result.dtype in cases.HALF_ULP
+    cases.assert_close(result.cpu(), wanted.cpu(), None if few else TOLERANCE[result.dtype])
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [1, 8, 33, 70])
+@pytest.mark.parametrize("op", CUDA_OPS)
+def test_results_match_the_reference_and_repeat(op: str, rows: int, dtype: torch.dtype) -> None:
+    args = arguments(op, rows, dtype, seed=rows)
+    on_device = map_tensors(cuda, args)
+    results = call(op, on_device)
+    for result, again, wanted in zip(results, call(op, on_device), expected(op, args), strict=True):
+        assert cases.same_bits(result, again)
+        if op in EXACT:
+            assert cases.same_bits(result.cpu(), wanted.to(result.dtype))
+        else:
+            check(result, wanted)
+    with_out, outs = out_arguments(op, args, tuple(r.cpu() for r in results))
+    names = [a.name for a in operator(op, "out")._schema.arguments if a.alias_info is not None]
+    with_out = map_tensors(cuda, with_out)
+    operator(op, "out")(**with_out)
+    assert all(cases.same_bits(with_out[name], result) for name, result in zip(names, results, strict=True))
+
+
+@pytest.mark.parametrize("quant", cases.QUANTS)
+@pytest.mark.parametrize("shape", GEMM_SHAPES, ids=str)
+def test_gemms_of_ragged_shapes(shape: tuple[int, int, int], quant: str) -> None:
+    m, n, k = shape
+    operands = [cuda(t) for t in cases.gemm_operands(m, n, k, quant, seed=m)]
+    bias = torch.randn(n, device="cuda")
+    wanted = reference.scaled_gemm(*operands, quant)
+    for dtype in cases.DTYPES:
+        check(mori_ops.scaled_gemm(*operands, quant, out_dtype=dtype), wanted)
+        check(mori_ops.scaled_gemm(*operands, quant, bias=bias, out_dtype=dtype), wanted + bias)
+
+
+@pytest.mark.parametrize("shape", GEMM_SHAPES, ids=str)
+def test_packed_and_raw_scales_give_the_same_bits(shape: tuple[int, int, int]) -> None:
+    a, b, a_scale, b_scale = (cuda(t) for t in cases.gemm_operands(*shape, seed=2))
+    packed = mori_ops.mxfp8(a, b, mori_ops.mxfp8_pack_a_scale(a_scale), mori_ops.mxfp8_pack_b_scale(b_scale))
+    assert torch.equal(packed, mori_ops.mxfp8_raw(a, b, a_scale, b_scale))
+
+
+EXTREMES = {
+    "NaN scale of A over zero codes": lambda a, b, sa, sb: (sa[len(a) // 2, 1:2].fill_(255), a[len(a) // 2, 32:64].fill_(0)),
+    "NaN scale of B over zero codes": lambda a, b, sa, sb: (sb[-1, 1:2].fill_(255), b[-4:, 32:64].fill_(0)),
+    "NaN code in A": lambda a, b, sa, sb: a[len(a) // 2, 40:41].fill_(0xFF),
+    "NaN code in B": lambda a, b, sa, sb: b[len(b) // 2, 40:41].fill_(0x7F),
+    "least scale of A": lambda a, b, sa, sb: (sa[len(a) // 2].fill_(0), sb.fill_(200)),
+    "least scale of B": lambda a, b, sa, sb: (sb[0].fill_(0), sa.fill_(200)),
+    "largest scale of A": lambda a, b, sa, sb: (sa[len(a) // 2].fill_(254), sb.fill_(60)),
+    "largest scale of B": lambda a, b, sa, sb: (sb[0].fill_(254), sa.fill_(60)),
+    "scales that cancel": lambda a, b, sa, sb: (sa.fill_(254), sb.fill_(0)),
+    "just past a bf16 operand": lambda a, b, sa, sb: (sb[0, 0:1].fill_(135), sb[0, 1:2].fill_(9)),
+    "extreme scales of zero blocks": lambda a, b, sa, sb: (a[0].fill_(0), sa[0].fill_(0), b[:32].fill_(0), sb[0].fill_(250)),
+}
+
+
+@pytest.mark.parametrize("change", EXTREMES.values(), ids=EXTREMES)
+@pytest.mark.parametrize("shape", [(1, 64, 256), (20, 100, 512), (100, 300, 512), (300, 256, 640)], ids=str)
+def test_extreme_scales_and_nan_are_exact(shape: tuple[int, int, int], change) -> None:
+    a, b, a_scale, b_scale = (t.view(torch.uint8) for t in cases.gemm_operands(*shape, seed=1))
+    change(a, b, a_scale, b_scale)
+    operands = [cuda(t) for t in (a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn), a_scale, b_scale)]
+    wanted = reference.mxfp8_raw(*operands)
+    result = mori_ops.mxfp8_raw(*operands, out_dtype=torch.float32)
+    assert torch.equal(result.isnan(), wanted.isnan())
+    finite = wanted.float().isfinite()
+    assert cases.relative_l2(torch.where(finite, result, 0), torch.where(finite, wanted, 0)) <= 1e-5
+
+
+@pytest.mark.parametrize("m", [1, 40])
+def test_long_sums_are_right(m: int) -> None:
+    k = 4096
+    a = torch.full((m, k), 0x38, dtype=torch.uint8, device="cuda")
+    a[:, 0] = 0x7E
+    b, one = a[:1].repeat(64, 1), torch.full((m, k // 32), 127, dtype=torch.uint8, device="cuda")
+    result = mori_ops.mxfp8_raw(a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn), one, one[:1].repeat(2, 1), out_dtype=torch.float32)
+    assert (result == 448 * 448 + 4095).all()
+
+
+def test_misaligned_operands_give_right_results() -> None:
+    a, b, a_scale, b_scale = cases.gemm_operands(40, 64, 256, seed=3)
+    shifted = [torch.cat([t.new_empty(1).view(torch.uint8), t.view(torch.uint8).flatten()]).cuda()[1:].view(t.shape).view(t.dtype) for t in (a, b)]
+    check(mori_ops.mxfp8_raw(*shifted, a_scale.cuda(), b_scale.cuda()), reference.mxfp8_raw(a, b, a_scale, b_scale))
+
+
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("k", [10240, 1280, 96])
+def test_gr_down_rows_do_not_depend_on_the_window(k: int, norm: bool) -> None:
+    x, w = torch.randn(8, k, device="cuda"), mori_ops.q8_0_quantize(torch.randn(40, k, device="cuda"))
+    options = {"norm_weight": torch.rand(k, device="cuda") + 0.5, "hc": 4} if norm and k % 4 == 0 else {}
+    whole = mori_ops.gr_down(x, w, **options)
+    check(whole, reference.gr_down(x, w, **options))
+    for ntok in range(1, 8):
+        assert torch.equal(mori_ops.gr_down(x[:ntok], w, **options), whole[:ntok])
+
+
+@pytest.mark.parametrize("op", CUDA_OPS)
+def test_capture_and_replay(op: str) -> None:
+    """The first call of a fresh shape inside a capture, then a replay over changed inputs."""
+    args = map_tensors(cuda, arguments(op, 37, torch.bfloat16, seed=1))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = call(op, args)
+    changed = map_tensors(cuda, arguments(op, 37, torch.bfloat16, seed=3))
+    for name, value in args.items():
+        if isinstance(value, torch.Tensor):
+            value.copy_(changed[name])
+    graph.replay()
+    for result, again in zip(captured, as_tuple(call(op, args)), strict=True):
+        assert cases.same_bits(result, again)
+
+
+def test_work_goes_to_the_current_stream() -> None:
+    _, b, _, b_scale = (cuda(t) for t in cases.gemm_operands(1, 64, 256))
+    stream = torch.cuda.Stream()
+    for i in range(20):
+        x = torch.zeros(4, 256, device="cuda")
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(2_000_000)
+            x.fill_(i + 1)
+            late = mori_ops.mxfp8_linear(x, b, b_scale)
+        torch.cuda.current_stream().wait_stream(stream)
+        assert torch.equal(late, mori_ops.mxfp8_linear(torch.full_like(x, i + 1), b, b_scale))
+
+
+def test_mixed_devices_are_refused() -> None:
+    a, b, a_scale, b_scale = cases.gemm_operands(2, 64, 64)
+    with pytest.raises(ValueError, match="b must be on the same device as a"):
+        mori_ops.mxfp8_raw(a.cuda(), b, a_scale.cuda(), b_scale.cuda())

@@ -128,10 +128,9 @@ def extension() -> dict:
         f'-DMORI_BUILT_BACKENDS="{backends}"',
         f'-DMORI_BUILT_TORCH="{torch.__version__}"',
         "-O3",
-        "-g0",
         "-std=c++17",
     ]
-    host_flags = [*common, "-fvisibility=hidden", *shlex.split(os.environ.get("CXXFLAGS", ""))]
+    host_flags = [*common, "-g0", "-fvisibility=hidden", *shlex.split(os.environ.get("CXXFLAGS", ""))]
     files = ["csrc/module.c"] + [name for name in sources(".cpp") if not name.endswith(("_sm90.cpp", "_gfx950.cpp"))]
 
     class BuildExtension(cpp_extension.BuildExtension):

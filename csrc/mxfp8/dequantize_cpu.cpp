@@ -2,13 +2,12 @@
 //
 // 1x32 and 32x32 blocks differ in the row of scales that a row of codes reads. Bound by memory bandwidth. The kernels multiply
 // in fp32; a block of extreme scale is composed from integers, so that fp32 subnormals are right also in a thread that flushes them.
-#include "mxfp8.h"
-
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
 #include "../common/cpu_isa.h"
 #include "../common/mx.h"
+#include "mxfp8_cpu.h"
 
 namespace mori::mxfp8 {
 namespace {
@@ -107,10 +106,10 @@ RowKernel<T> row_kernel() {
   return dequantize_row_generic<T>;
 }
 
-// ---- Operator.
+// ---- All rows.
 
 template <class T>
-void dequantize(const DequantizeShape& shape, const uint8_t* codes, const uint8_t* scales, T* out) {
+void dequantize_rows(const DequantizeShape& shape, const uint8_t* codes, const uint8_t* scales, T* out) {
   const RowKernel<T> kernel = row_kernel<T>();
   const int64_t blocks = shape.k / kBlock, rows_per_scale = shape.weight_blocks ? kBlock : 1;
   const int64_t grain = ceil_div(kGrain, shape.k > 0 ? shape.k : 1);
@@ -120,36 +119,18 @@ void dequantize(const DequantizeShape& shape, const uint8_t* codes, const uint8_
   });
 }
 
-void run(const DequantizeShape& shape, const Tensor& codes_any, const Tensor& scale_any, const Tensor& out) {
+}  // namespace
+
+void Cpu::dequantize(const DequantizeShape& shape, const Tensor& codes_any, const Tensor& scale_any, const Tensor& out) {
   const Tensor codes_tensor = dense(codes_any), scale_tensor = dense(scale_any);
   const uint8_t* codes = static_cast<const uint8_t*>(codes_tensor.const_data_ptr());
   const uint8_t* scales = static_cast<const uint8_t*>(scale_tensor.const_data_ptr());
   void* data = out.mutable_data_ptr();
   switch (out.scalar_type()) {
-    case ScalarType::BFloat16: return dequantize(shape, codes, scales, static_cast<BFloat16*>(data));
-    case ScalarType::Half: return dequantize(shape, codes, scales, static_cast<Half*>(data));
-    default: return dequantize(shape, codes, scales, static_cast<float*>(data));
+    case ScalarType::BFloat16: return dequantize_rows(shape, codes, scales, static_cast<BFloat16*>(data));
+    case ScalarType::Half: return dequantize_rows(shape, codes, scales, static_cast<Half*>(data));
+    default: return dequantize_rows(shape, codes, scales, static_cast<float*>(data));
   }
 }
 
-Tensor mxfp8_dequantize(const Tensor& codes, const Tensor& scale, std::optional<ScalarType> out_dtype) {
-  const DequantizeShape shape = check_dequantize(codes, scale);
-  const ScalarType dtype = check_out_dtype("mxfp8_dequantize", out_dtype, ScalarType::BFloat16);
-  Tensor out = torch::stable::new_empty(codes, sizes_of(codes), dtype);
-  run(shape, codes, scale, out);
-  return out;
-}
-
-void mxfp8_dequantize_out(const Tensor& codes, const Tensor& scale, Tensor& out) {
-  const DequantizeShape shape = check_dequantize(codes, scale);
-  check_out("mxfp8_dequantize", "out", out, sizes_of(codes), {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float}, {&codes, &scale});
-  run(shape, codes, scale, out);
-}
-
-}  // namespace
 }  // namespace mori::mxfp8
-
-STABLE_TORCH_LIBRARY_IMPL(mori, CPU, m) {
-  m.impl("mxfp8_dequantize", TORCH_BOX(&mori::mxfp8::mxfp8_dequantize));
-  m.impl("mxfp8_dequantize.out", TORCH_BOX(&mori::mxfp8::mxfp8_dequantize_out));
-}

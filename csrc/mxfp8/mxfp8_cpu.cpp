@@ -6,7 +6,7 @@
 // of tokens; neither the split nor M changes a result's bits.
 //
 // A sum whose scale product leaves [2^-68, 2^38] is computed in float64 instead (exact_dot), for that token and tile by itself.
-#include "mxfp8.h"
+#include "mxfp8_cpu.h"
 
 #include <algorithm>
 #include <cmath>
@@ -22,7 +22,7 @@
 #include "../common/route.h"
 #include "mxfp8_cpu_avx2.h"
 #include "mxfp8_cpu_generic.h"
-#include "quantize.h"
+#include "mxfp8_ops.h"
 
 namespace mori::mxfp8 {
 namespace {
@@ -197,7 +197,7 @@ const Kernels& kernels_for(CpuIsa isa) {
 }
 
 template <class Scales>
-void run(const Problem& p, const Scales& scales, Tensor& out) {
+void run(const Problem& p, const Scales& scales, const Tensor& out) {
   constexpr int64_t group = Scales::kGroup;
   const Kernels& kernels = kernels_for(cpu_isa());
   void* result = out.mutable_data_ptr();
@@ -228,18 +228,8 @@ constexpr Route kRoutes[] = {
     {"one pass", [](const RouteDims& d) { return d[0] <= kMaxTokens; }, "up to 5 tokens: the weight is read and decoded once"},
     {"token groups", nullptr, "3 to 5 tokens at a time over a tile of the weight in L2; same bits as one pass"},
 };
-
-// ---- operators ----
-
-using Bias = std::optional<Tensor>;
-
-constexpr const char* name_of(Quant quant) {
-  return quant == Quant::mxfp8 ? "mxfp8" : quant == Quant::mxfp8_raw ? "mxfp8_raw" : "scaled_gemm";
-}
-
-void check_result(const char* op, const GemmShape& shape, const Tensor& out, std::initializer_list<const Tensor*> inputs) {
-  check_out(op, "out", out, shape.out_sizes, {ScalarType::BFloat16, ScalarType::Half, ScalarType::Float}, inputs);
-}
+const RegisterRoutes kRegistered[] = {
+    {"mxfp8", "cpu", kRoutes}, {"mxfp8_raw", "cpu", kRoutes}, {"mxfp8_linear", "cpu", kRoutes}, {"scaled_gemm", "cpu", kRoutes}};
 
 template <class T>
 const T* data(const Tensor& t) {
@@ -256,7 +246,10 @@ std::vector<float> to_fp32(const Tensor& t) {
   return out;
 }
 
-void run_gemm(const GemmShape& shape, Quant quant, const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale, const Bias& bias, Tensor& out) {
+}  // namespace
+
+void Cpu::gemm(const GemmShape& shape, Quant quant, const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale, const Bias& bias,
+               const Tensor& out) {
   const Tensor codes_a = dense(a), codes_b = dense(b), sa = dense(a_scale), sb = dense(b_scale);
   Problem p = {shape.m, shape.n, shape.k, data<uint8_t>(codes_a), data<uint8_t>(codes_b), {}};
   if (bias) p.bias = to_fp32(*bias);
@@ -269,77 +262,13 @@ void run_gemm(const GemmShape& shape, Quant quant, const Tensor& a, const Tensor
   }
 }
 
-void run_linear(const GemmShape& shape, const Tensor& x, const Tensor& b, const Tensor& b_scale, const Bias& bias, Rounding rounding, Tensor& out) {
-  const Tensor values = dense(x);
-  Tensor codes = torch::stable::new_empty(x, {shape.m, shape.k}, ScalarType::Float8_e4m3fn);
-  Tensor scale = torch::stable::new_empty(x, {shape.m, shape.k / kBlock}, ScalarType::Byte);
-  quantize_rows_cpu(values, rounding, static_cast<uint8_t*>(codes.mutable_data_ptr()), static_cast<uint8_t*>(scale.mutable_data_ptr()));
-  run_gemm(shape, Quant::mxfp8_raw, codes, b, scale, b_scale, bias, out);
+void Cpu::linear(const GemmShape& shape, const Tensor& x, const Tensor& b, const Tensor& b_scale, const Bias& bias, Rounding rounding, const Tensor& out) {
+  const Tensor codes = torch::stable::new_empty(x, {shape.m, shape.k}, ScalarType::Float8_e4m3fn);
+  const Tensor scale = torch::stable::new_empty(x, {shape.m, shape.k / kBlock}, ScalarType::Byte);
+  quantize(x, rounding, codes, scale);
+  gemm(shape, Quant::mxfp8_raw, codes, b, scale, b_scale, bias, out);
 }
 
-Tensor gemm(const char* op, Quant quant, const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale, const Bias& bias,
-            std::optional<ScalarType> out_dtype) {
-  const GemmShape shape = check_gemm(op, quant, a, b, a_scale, b_scale, bias);
-  Tensor out = torch::stable::new_empty(a, shape.out_sizes, check_out_dtype(op, out_dtype, ScalarType::BFloat16));
-  run_gemm(shape, quant, a, b, a_scale, b_scale, bias, out);
-  return out;
-}
-
-void gemm_out(const char* op, Quant quant, const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale, const Bias& bias,
-              Tensor& out) {
-  const GemmShape shape = check_gemm(op, quant, a, b, a_scale, b_scale, bias);
-  check_result(op, shape, out, {&a, &b, &a_scale, &b_scale, bias ? &*bias : nullptr});
-  run_gemm(shape, quant, a, b, a_scale, b_scale, bias, out);
-}
-
-template <Quant quant>
-Tensor mxfp8_op(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale, Bias bias, std::optional<ScalarType> out_dtype) {
-  return gemm(name_of(quant), quant, a, b, a_scale, b_scale, bias, out_dtype);
-}
-
-template <Quant quant>
-void mxfp8_op_out(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale, Bias bias, Tensor& out) {
-  gemm_out(name_of(quant), quant, a, b, a_scale, b_scale, bias, out);
-}
-
-Tensor scaled_gemm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale, std::string quant, Bias bias,
-                   std::optional<ScalarType> out_dtype) {
-  return gemm("scaled_gemm", parse_quant("scaled_gemm", quant), a, b, a_scale, b_scale, bias, out_dtype);
-}
-
-void scaled_gemm_out(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale, std::string quant, Bias bias, Tensor& out) {
-  gemm_out("scaled_gemm", parse_quant("scaled_gemm", quant), a, b, a_scale, b_scale, bias, out);
-}
-
-Tensor mxfp8_linear(const Tensor& x, const Tensor& b, const Tensor& b_scale, Bias bias, std::string rounding, std::optional<ScalarType> out_dtype) {
-  const GemmShape shape = check_linear(x, b, b_scale, bias);
-  const Rounding mode = parse_rounding("mxfp8_linear", rounding);
-  Tensor out = torch::stable::new_empty(x, shape.out_sizes, check_out_dtype("mxfp8_linear", out_dtype, x.scalar_type()));
-  run_linear(shape, x, b, b_scale, bias, mode, out);
-  return out;
-}
-
-void mxfp8_linear_out(const Tensor& x, const Tensor& b, const Tensor& b_scale, Bias bias, std::string rounding, Tensor& out) {
-  const GemmShape shape = check_linear(x, b, b_scale, bias);
-  const Rounding mode = parse_rounding("mxfp8_linear", rounding);
-  check_result("mxfp8_linear", shape, out, {&x, &b, &b_scale, bias ? &*bias : nullptr});
-  run_linear(shape, x, b, b_scale, bias, mode, out);
-}
-
-const RegisterRoutes kRegistered[] = {
-    {"mxfp8", "cpu", kRoutes}, {"mxfp8_raw", "cpu", kRoutes}, {"mxfp8_linear", "cpu", kRoutes}, {"scaled_gemm", "cpu", kRoutes}};
-
-}  // namespace
 }  // namespace mori::mxfp8
 
-STABLE_TORCH_LIBRARY_IMPL(mori, CPU, m) {
-  using namespace mori::mxfp8;
-  m.impl("mxfp8", TORCH_BOX(&mxfp8_op<Quant::mxfp8>));
-  m.impl("mxfp8.out", TORCH_BOX(&mxfp8_op_out<Quant::mxfp8>));
-  m.impl("mxfp8_raw", TORCH_BOX(&mxfp8_op<Quant::mxfp8_raw>));
-  m.impl("mxfp8_raw.out", TORCH_BOX(&mxfp8_op_out<Quant::mxfp8_raw>));
-  m.impl("scaled_gemm", TORCH_BOX(&scaled_gemm));
-  m.impl("scaled_gemm.out", TORCH_BOX(&scaled_gemm_out));
-  m.impl("mxfp8_linear", TORCH_BOX(&mxfp8_linear));
-  m.impl("mxfp8_linear.out", TORCH_BOX(&mxfp8_linear_out));
-}
+STABLE_TORCH_LIBRARY_IMPL(mori, CPU, m) { MORI_REGISTER_MXFP8(m, mori::mxfp8::Cpu); }

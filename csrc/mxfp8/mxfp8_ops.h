@@ -19,35 +19,32 @@ struct Ops {
 
   using Quantize = void(const Tensor& x, Rounding rounding, const Tensor& codes, const Tensor& scale);
 
-  static std::tuple<Tensor, Tensor> quantize_new(const QuantizeShape& shape, const Tensor& x, Rounding rounding, Quantize* run) {
+  static std::tuple<Tensor, Tensor> quantize_new(const char* op, const QuantizeShape& shape, const Tensor& x, const std::string& rounding, Quantize* run) {
+    const Rounding mode = parse_rounding(op, rounding);
     Tensor codes = torch::stable::new_empty(x, shape.code_sizes, kCodes), scale = torch::stable::new_empty(x, shape.scale_sizes, kScale);
-    run(x, rounding, codes, scale);
+    run(x, mode, codes, scale);
     return {codes, scale};
   }
 
-  static void quantize_into(const char* op, const QuantizeShape& shape, const Tensor& x, Rounding rounding, const Tensor& codes,
+  static void quantize_into(const char* op, const QuantizeShape& shape, const Tensor& x, const std::string& rounding, const Tensor& codes,
                             const Tensor& scale, Quantize* run) {
+    const Rounding mode = parse_rounding(op, rounding);
     check_out(op, "codes", codes, shape.code_sizes, {kCodes}, {&x});
     check_out(op, "scale", scale, shape.scale_sizes, {kScale, ScalarType::Byte}, {&x, &codes});
-    run(x, rounding, codes, scale);
+    run(x, mode, codes, scale);
   }
 
   static std::tuple<Tensor, Tensor> quantize(const Tensor& x, std::string rounding) {
-    return quantize_new(check_quantize(x), x, parse_rounding("mxfp8_quantize", rounding), Backend::quantize);
+    return quantize_new("mxfp8_quantize", check_quantize(x), x, rounding, Backend::quantize);
   }
-
   static void quantize_out(const Tensor& x, std::string rounding, const Tensor& codes, const Tensor& scale) {
-    const char* op = "mxfp8_quantize";
-    quantize_into(op, check_quantize(x), x, parse_rounding(op, rounding), codes, scale, Backend::quantize);
+    quantize_into("mxfp8_quantize", check_quantize(x), x, rounding, codes, scale, Backend::quantize);
   }
-
   static std::tuple<Tensor, Tensor> quantize_weight(const Tensor& w, std::string rounding) {
-    return quantize_new(check_quantize_weight(w), w, parse_rounding("mxfp8_quantize_weight", rounding), Backend::quantize_weight);
+    return quantize_new("mxfp8_quantize_weight", check_quantize_weight(w), w, rounding, Backend::quantize_weight);
   }
-
   static void quantize_weight_out(const Tensor& w, std::string rounding, const Tensor& codes, const Tensor& scale) {
-    const char* op = "mxfp8_quantize_weight";
-    quantize_into(op, check_quantize_weight(w), w, parse_rounding(op, rounding), codes, scale, Backend::quantize_weight);
+    quantize_into("mxfp8_quantize_weight", check_quantize_weight(w), w, rounding, codes, scale, Backend::quantize_weight);
   }
 
   static Tensor dequantize(const Tensor& codes, const Tensor& scale, std::optional<ScalarType> out_dtype) {

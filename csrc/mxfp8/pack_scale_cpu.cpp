@@ -2,7 +2,7 @@
 #include <algorithm>
 
 #include "../common/mx.h"
-#include "mxfp8.h"
+#include "mxfp8_cpu.h"
 
 namespace mori::mxfp8 {
 namespace {
@@ -12,8 +12,10 @@ constexpr int64_t kGrainBytes = 32768;  // least scales for a thread
 
 const uint8_t* scale_bytes(const Tensor& t) { return static_cast<const uint8_t*>(t.const_data_ptr()); }
 
+}  // namespace
+
 // A group of 64 rows is 16 dwords per K block; byte i of dword d is row 16 * i + d.
-void run_a(const PackShape& shape, const Tensor& scale_any, const Tensor& out) {
+void Cpu::pack_a(const PackShape& shape, const Tensor& scale_any, const Tensor& out) {
   const Tensor scale = dense(scale_any);
   const uint8_t* source = scale_bytes(scale);
   uint8_t* packed = static_cast<uint8_t*>(out.mutable_data_ptr());
@@ -30,7 +32,7 @@ void run_a(const PackShape& shape, const Tensor& scale_any, const Tensor& out) {
   });
 }
 
-void run_b(const PackShape& shape, const Tensor& scale_any, const Tensor& out) {
+void Cpu::pack_b(const PackShape& shape, const Tensor& scale_any, const Tensor& out) {
   const Tensor scale = dense(scale_any);
   const uint8_t* source = scale_bytes(scale);
   int32_t* packed = static_cast<int32_t*>(out.mutable_data_ptr());
@@ -40,38 +42,4 @@ void run_b(const PackShape& shape, const Tensor& scale_any, const Tensor& out) {
   });
 }
 
-Tensor mxfp8_pack_a_scale(const Tensor& scale) {
-  const PackShape shape = check_pack_a(scale);
-  Tensor out = torch::stable::new_empty(scale, {shape.dwords}, ScalarType::Int);
-  run_a(shape, scale, out);
-  return out;
-}
-
-void mxfp8_pack_a_scale_out(const Tensor& scale, Tensor& out) {
-  const PackShape shape = check_pack_a(scale);
-  check_out("mxfp8_pack_a_scale", "out", out, {shape.dwords}, {ScalarType::Int}, {&scale});
-  run_a(shape, scale, out);
-}
-
-Tensor mxfp8_pack_b_scale(const Tensor& scale) {
-  const PackShape shape = check_pack_b(scale);
-  Tensor out = torch::stable::new_empty(scale, {shape.dwords}, ScalarType::Int);
-  run_b(shape, scale, out);
-  return out;
-}
-
-void mxfp8_pack_b_scale_out(const Tensor& scale, Tensor& out) {
-  const PackShape shape = check_pack_b(scale);
-  check_out("mxfp8_pack_b_scale", "out", out, {shape.dwords}, {ScalarType::Int}, {&scale});
-  run_b(shape, scale, out);
-}
-
-}  // namespace
 }  // namespace mori::mxfp8
-
-STABLE_TORCH_LIBRARY_IMPL(mori, CPU, m) {
-  m.impl("mxfp8_pack_a_scale", TORCH_BOX(&mori::mxfp8::mxfp8_pack_a_scale));
-  m.impl("mxfp8_pack_a_scale.out", TORCH_BOX(&mori::mxfp8::mxfp8_pack_a_scale_out));
-  m.impl("mxfp8_pack_b_scale", TORCH_BOX(&mori::mxfp8::mxfp8_pack_b_scale));
-  m.impl("mxfp8_pack_b_scale.out", TORCH_BOX(&mori::mxfp8::mxfp8_pack_b_scale_out));
-}

@@ -5,8 +5,6 @@
 //
 // Two passes over a chunk that stays in the L1 or L2 cache: `amax` per block, then `encode` with the scales known. Rows of 1x32
 // blocks are one flat run of blocks; a strip of 32 rows shares its scales for 32x32 blocks. Bound by memory bandwidth.
-#include "quantize.h"
-
 #include <algorithm>
 #include <type_traits>
 
@@ -15,6 +13,7 @@
 
 #include "../common/cpu_isa.h"
 #include "../common/mx.h"
+#include "mxfp8_cpu.h"
 
 namespace mori::mxfp8 {
 namespace {
@@ -217,7 +216,7 @@ void quantize_rows(const T* x, int64_t blocks, Rounding rounding, uint8_t* codes
 
 // w [n, k]: a task is one strip of up to 32 rows by kChunk blocks.
 template <class T>
-void quantize_weight(const T* w, int64_t n, int64_t k, Rounding rounding, uint8_t* codes, uint8_t* scales) {
+void quantize_strips(const T* w, int64_t n, int64_t k, Rounding rounding, uint8_t* codes, uint8_t* scales) {
   const Kernels<T> isa = kernels<T>();
   const int64_t blocks = k / kBlock, chunks = ceil_div(blocks, kChunk), strips = ceil_div(n, kBlock);
   torch::stable::parallel_for(0, strips * chunks, 1, [&](int64_t begin, int64_t end) {
@@ -247,74 +246,16 @@ void with_data(const Tensor& x, const F& f) {
   }
 }
 
-// ---- Operators.
-
-constexpr auto kE4m3 = ScalarType::Float8_e4m3fn;
-constexpr auto kE8m0 = ScalarType::Float8_e8m0fnu;
-
 uint8_t* bytes_of(const Tensor& t) { return static_cast<uint8_t*>(t.mutable_data_ptr()); }
-
-void run_rows(const Tensor& x, Rounding rounding, const Tensor& codes, const Tensor& scale) {
-  quantize_rows_cpu(dense(x), rounding, bytes_of(codes), bytes_of(scale));
-}
-
-void run_weight(const Tensor& w, Rounding rounding, const Tensor& codes, const Tensor& scale) {
-  const Tensor source = dense(w);
-  with_data(source, [&](const auto* data) {
-    quantize_weight(data, source.size(0), source.size(1), rounding, bytes_of(codes), bytes_of(scale));
-  });
-}
-
-void check_outs(const char* op, const QuantizeShape& shape, const Tensor& x, const Tensor& codes, const Tensor& scale) {
-  check_out(op, "codes", codes, shape.code_sizes, {kE4m3}, {&x});
-  check_out(op, "scale", scale, shape.scale_sizes, {kE8m0, ScalarType::Byte}, {&x, &codes});
-}
-
-std::tuple<Tensor, Tensor> allocate(const QuantizeShape& shape, const Tensor& x) {
-  return {torch::stable::new_empty(x, shape.code_sizes, kE4m3), torch::stable::new_empty(x, shape.scale_sizes, kE8m0)};
-}
-
-std::tuple<Tensor, Tensor> mxfp8_quantize(const Tensor& x, std::string rounding) {
-  const QuantizeShape shape = check_quantize(x);
-  const Rounding mode = parse_rounding("mxfp8_quantize", rounding);
-  auto [codes, scale] = allocate(shape, x);
-  run_rows(x, mode, codes, scale);
-  return {codes, scale};
-}
-
-void mxfp8_quantize_out(const Tensor& x, std::string rounding, Tensor& codes, Tensor& scale) {
-  const QuantizeShape shape = check_quantize(x);
-  const Rounding mode = parse_rounding("mxfp8_quantize", rounding);
-  check_outs("mxfp8_quantize", shape, x, codes, scale);
-  run_rows(x, mode, codes, scale);
-}
-
-std::tuple<Tensor, Tensor> mxfp8_quantize_weight(const Tensor& w, std::string rounding) {
-  const QuantizeShape shape = check_quantize_weight(w);
-  const Rounding mode = parse_rounding("mxfp8_quantize_weight", rounding);
-  auto [codes, scale] = allocate(shape, w);
-  run_weight(w, mode, codes, scale);
-  return {codes, scale};
-}
-
-void mxfp8_quantize_weight_out(const Tensor& w, std::string rounding, Tensor& codes, Tensor& scale) {
-  const QuantizeShape shape = check_quantize_weight(w);
-  const Rounding mode = parse_rounding("mxfp8_quantize_weight", rounding);
-  check_outs("mxfp8_quantize_weight", shape, w, codes, scale);
-  run_weight(w, mode, codes, scale);
-}
 
 }  // namespace
 
-void quantize_rows_cpu(const Tensor& x, Rounding rounding, uint8_t* codes, uint8_t* scales) {
-  with_data(x, [&](const auto* data) { quantize_rows(data, x.numel() / kBlock, rounding, codes, scales); });
+void Cpu::quantize(const Tensor& x, Rounding rounding, const Tensor& codes, const Tensor& scale) {
+  with_data(dense(x), [&](const auto* data) { quantize_rows(data, x.numel() / kBlock, rounding, bytes_of(codes), bytes_of(scale)); });
+}
+
+void Cpu::quantize_weight(const Tensor& w, Rounding rounding, const Tensor& codes, const Tensor& scale) {
+  with_data(dense(w), [&](const auto* data) { quantize_strips(data, w.size(0), w.size(1), rounding, bytes_of(codes), bytes_of(scale)); });
 }
 
 }  // namespace mori::mxfp8
-
-STABLE_TORCH_LIBRARY_IMPL(mori, CPU, m) {
-  m.impl("mxfp8_quantize", TORCH_BOX(&mori::mxfp8::mxfp8_quantize));
-  m.impl("mxfp8_quantize.out", TORCH_BOX(&mori::mxfp8::mxfp8_quantize_out));
-  m.impl("mxfp8_quantize_weight", TORCH_BOX(&mori::mxfp8::mxfp8_quantize_weight));
-  m.impl("mxfp8_quantize_weight.out", TORCH_BOX(&mori::mxfp8::mxfp8_quantize_weight_out));
-}

@@ -17,7 +17,8 @@
 
 #include "../common/cpu_isa.h"
 #include "../common/route.h"
-#include "gr.h"
+#include "gr_cpu.h"
+#include "gr_ops.h"
 
 namespace mori::gr {
 namespace {
@@ -333,7 +334,9 @@ void panel(const Kernels& kernels, const float* x, const uint8_t* w, int64_t w_s
   });
 }
 
-void run(const Tensor& x, const Tensor& w, const std::optional<Tensor>& norm_weight, double eps, const Tensor& out, const DownShape& shape) {
+}  // namespace
+
+void Cpu::down(const Tensor& x, const Tensor& w, const std::optional<Tensor>& norm_weight, double eps, const Tensor& out, const DownShape& shape) {
   const Kernels& kernels = cpu_isa() == CpuIsa::avx2 ? kAvx2 : kPortable;
   if (shape.ntok == 0 || shape.n == 0) return;
   const Tensor rows = dense_rows(w);
@@ -343,23 +346,6 @@ void run(const Tensor& x, const Tensor& w, const std::optional<Tensor>& norm_wei
   (few ? stream : panel)(kernels, static_cast<const float*>(xn.const_data_ptr()), codes, row_bytes(rows), static_cast<float*>(out.mutable_data_ptr()), shape);
 }
 
-Tensor gr_down(const Tensor& x, const Tensor& w, const std::optional<Tensor>& norm_weight, double eps, int64_t hc, std::string variant) {
-  const DownShape shape = check_down(x, w, norm_weight, eps, hc, variant);
-  const Tensor out = torch::stable::new_empty(x, Sizes{shape.ntok, shape.n}, ScalarType::Float);
-  run(x, w, norm_weight, eps, out, shape);
-  return out;
-}
-
-void gr_down_out(const Tensor& x, const Tensor& w, const std::optional<Tensor>& norm_weight, double eps, int64_t hc, std::string variant, const Tensor& out) {
-  const DownShape shape = check_down(x, w, norm_weight, eps, hc, variant);
-  check_out("gr_down", "out", out, {shape.ntok, shape.n}, {ScalarType::Float}, {&x, &w, norm_weight ? &*norm_weight : nullptr});
-  run(x, w, norm_weight, eps, out, shape);
-}
-
-}  // namespace
 }  // namespace mori::gr
 
-STABLE_TORCH_LIBRARY_IMPL(mori, CPU, m) {
-  m.impl("gr_down", TORCH_BOX(&mori::gr::gr_down));
-  m.impl("gr_down.out", TORCH_BOX(&mori::gr::gr_down_out));
-}
+STABLE_TORCH_LIBRARY_IMPL(mori, CPU, m) { MORI_REGISTER_GR(m, mori::gr::Cpu); }

@@ -54,3 +54,13 @@ struct Ops {
 };
 
 }  // namespace mori::gr
+
+// Registers every operator of the family; goes inside a backend's STABLE_TORCH_LIBRARY_IMPL block (TORCH_BOX wants names).
+#define MORI_REGISTER_GR(m, Backend)                                 \
+  using MoriGr = ::mori::gr::Ops<Backend>;                           \
+  m.impl("q8_0_quantize", TORCH_BOX(&MoriGr::quantize));             \
+  m.impl("q8_0_quantize.out", TORCH_BOX(&MoriGr::quantize_out));     \
+  m.impl("q8_0_dequantize", TORCH_BOX(&MoriGr::dequantize));         \
+  m.impl("q8_0_dequantize.out", TORCH_BOX(&MoriGr::dequantize_out)); \
+  m.impl("gr_down", TORCH_BOX(&MoriGr::down));                       \
+  m.impl("gr_down.out", TORCH_BOX(&MoriGr::down_out))

@@ -59,12 +59,4 @@ struct Cuda {
 }  // namespace
 }  // namespace mori::gr
 
-STABLE_TORCH_LIBRARY_IMPL(mori, CUDA, m) {
-  using Ops = mori::gr::Ops<mori::gr::Cuda>;
-  m.impl("q8_0_quantize", TORCH_BOX(&Ops::quantize));
-  m.impl("q8_0_quantize.out", TORCH_BOX(&Ops::quantize_out));
-  m.impl("q8_0_dequantize", TORCH_BOX(&Ops::dequantize));
-  m.impl("q8_0_dequantize.out", TORCH_BOX(&Ops::dequantize_out));
-  m.impl("gr_down", TORCH_BOX(&Ops::down));
-  m.impl("gr_down.out", TORCH_BOX(&Ops::down_out));
-}
+STABLE_TORCH_LIBRARY_IMPL(mori, CUDA, m) { MORI_REGISTER_GR(m, mori::gr::Cuda); }

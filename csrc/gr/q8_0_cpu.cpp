@@ -1,7 +1,7 @@
 // Q8_0 quantise and dequantise on the CPU (see gr.h for the contract), one row per step, bound by memory.
 #include <torch/headeronly/util/BFloat16.h>
 
-#include "gr.h"
+#include "gr_cpu.h"
 
 namespace mori::gr {
 namespace {
@@ -25,14 +25,6 @@ void quantize_rows(const Tensor& w, uint8_t* out, const Q8Shape& shape) {
   });
 }
 
-void run_quantize(const Tensor& w, const Tensor& out, const Q8Shape& shape) {
-  const Tensor in = dense(w);
-  uint8_t* bytes = static_cast<uint8_t*>(out.mutable_data_ptr());
-  if (in.scalar_type() == ScalarType::Float) return quantize_rows<float>(in, bytes, shape);
-  if (in.scalar_type() == ScalarType::BFloat16) return quantize_rows<BFloat16>(in, bytes, shape);
-  quantize_rows<Half>(in, bytes, shape);
-}
-
 template <class Out>
 void dequantize_rows(const uint8_t* in, const Tensor& w, const Q8Shape& shape) {
   Out* out = static_cast<Out*>(w.mutable_data_ptr());
@@ -45,7 +37,17 @@ void dequantize_rows(const uint8_t* in, const Tensor& w, const Q8Shape& shape) {
   });
 }
 
-void run_dequantize(const Tensor& w, const Tensor& out, const Q8Shape& shape) {
+}  // namespace
+
+void Cpu::quantize(const Tensor& w, const Tensor& out, const Q8Shape& shape) {
+  const Tensor in = dense(w);
+  uint8_t* bytes = static_cast<uint8_t*>(out.mutable_data_ptr());
+  if (in.scalar_type() == ScalarType::Float) return quantize_rows<float>(in, bytes, shape);
+  if (in.scalar_type() == ScalarType::BFloat16) return quantize_rows<BFloat16>(in, bytes, shape);
+  quantize_rows<Half>(in, bytes, shape);
+}
+
+void Cpu::dequantize(const Tensor& w, const Tensor& out, const Q8Shape& shape) {
   const Tensor in = dense(w);
   const uint8_t* bytes = static_cast<const uint8_t*>(in.const_data_ptr());
   if (out.scalar_type() == ScalarType::Float) return dequantize_rows<float>(bytes, out, shape);
@@ -53,41 +55,4 @@ void run_dequantize(const Tensor& w, const Tensor& out, const Q8Shape& shape) {
   dequantize_rows<Half>(bytes, out, shape);
 }
 
-Sizes byte_sizes(const Q8Shape& shape) { return {shape.n, shape.k / kBlock * kBlockBytes}; }
-
-Tensor quantize(const Tensor& w) {
-  const Q8Shape shape = check_q8_quantize(w);
-  const Tensor out = torch::stable::new_empty(w, byte_sizes(shape), ScalarType::Byte);
-  run_quantize(w, out, shape);
-  return out;
-}
-
-void quantize_out(const Tensor& w, const Tensor& out) {
-  const Q8Shape shape = check_q8_quantize(w);
-  check_out("q8_0_quantize", "out", out, byte_sizes(shape), {ScalarType::Byte}, {&w});
-  run_quantize(w, out, shape);
-}
-
-Tensor dequantize(const Tensor& w, std::optional<ScalarType> out_dtype) {
-  const Q8Shape shape = check_q8_dequantize(w);
-  const ScalarType dtype = check_out_dtype("q8_0_dequantize", out_dtype, ScalarType::Float);
-  const Tensor out = torch::stable::new_empty(w, Sizes{shape.n, shape.k}, dtype);
-  run_dequantize(w, out, shape);
-  return out;
-}
-
-void dequantize_out(const Tensor& w, const Tensor& out) {
-  const Q8Shape shape = check_q8_dequantize(w);
-  check_out("q8_0_dequantize", "out", out, {shape.n, shape.k}, {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half}, {&w});
-  run_dequantize(w, out, shape);
-}
-
-}  // namespace
 }  // namespace mori::gr
-
-STABLE_TORCH_LIBRARY_IMPL(mori, CPU, m) {
-  m.impl("q8_0_quantize", TORCH_BOX(&mori::gr::quantize));
-  m.impl("q8_0_quantize.out", TORCH_BOX(&mori::gr::quantize_out));
-  m.impl("q8_0_dequantize", TORCH_BOX(&mori::gr::dequantize));
-  m.impl("q8_0_dequantize.out", TORCH_BOX(&mori::gr::dequantize_out));
-}

@@ -26,7 +26,7 @@ def machine(device: str) -> dict[str, Any]:
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         name = next((line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")), name)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=RESULTS, check=False).stdout.strip()
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent, check=False).stdout.strip()
     return {
         "date": datetime.date.today().isoformat(),
         "device": device,
@@ -78,6 +78,7 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 
 
 def save(suite: str, where: dict[str, Any], rows: list[dict[str, Any]]) -> Path:
+    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{where['device']}_{suite}.json"
     path.write_text(json.dumps({"machine": where, "rows": rows}, indent=1) + "\n")
     return path

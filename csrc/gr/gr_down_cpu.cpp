@@ -5,8 +5,10 @@
 // d * q (exact) and x a step; the lanes are added as a tree; the chunk sums are added in order.
 //
 //   xn      fp32, [chunk][token][kStride]: a chunk of all tokens lies together, and no two tokens share a cache bank
-//   stream  few tokens: codes are decoded in registers, rows x tokens accumulators; from 6 tokens twice, from cache
+//   stream  up to 4 tokens: codes are decoded in registers, rows x tokens accumulators. As much of K at a time as keeps its x in
+//           L1, over all rows of a thread
 //   panel   more tokens: 6 rows x 512 are decoded into L1 once and serve up to 128 tokens, 3 rows x 4 tokens at a time
+// Both prefetch the next rows' codes, whose distance no hardware prefetcher follows (at 8 tokens 1.05 against 0.96 of int8pack).
 //
 // The kernel family (variant) is Metal's: here every name runs this one kernel.
 // Bounds: decoding (about 1.4 cycles per 8 codes) at 1..3 tokens, fused multiply-adds from there on.
@@ -29,8 +31,8 @@ using torch::headeronly::Half;
 constexpr int64_t kLanes = 8;
 constexpr int64_t kChunk = 512;               // K per partial sum
 constexpr int64_t kStride = kChunk + 16;      // floats from one row of a chunk to the next
-constexpr int64_t kStreamTokens = 8;          // most tokens of the stream route
-constexpr int64_t kStreamTile = 5;            // most of them at a time
+constexpr int64_t kStreamTokens = 4;          // most tokens of the stream route
+constexpr int64_t kStreamBytes = 20480;       // of x in L1, beside the codes
 constexpr int64_t kPanelRows = 6;             // decoded at a time: 12 KB of L1
 constexpr int64_t kTileRows = 3;              // rows x tokens of a panel tile: 12 accumulators
 constexpr int64_t kTileTokens = 4;
@@ -38,7 +40,7 @@ constexpr int64_t kTokenBlock = 128;          // tokens that share a decoded pan
 constexpr int64_t kMaxTile = 12;              // most sums of a tile
 
 constexpr Route kRoutes[] = {
-    {"stream", [](const RouteDims& d) { return d[0] <= kStreamTokens; }, "codes decoded in registers, once per 5 tokens; faster than a panel up to 8 (1.03 against 1.24 ms at 8, one EPYC 7003 thread)"},
+    {"stream", [](const RouteDims& d) { return d[0] <= kStreamTokens; }, "codes decoded in registers; from 5 tokens a panel is as fast (bench/results/cpu_gr_down.json)"},
     {"panel", nullptr, "six rows decoded into L1 serve all tokens"},
 };
 const RegisterRoutes kRegistered("gr_down", "cpu", kRoutes);
@@ -52,12 +54,12 @@ struct Codes {
   const uint8_t* row(int64_t r) const { return w + std::min(r, rows - 1) * stride; }
 };
 
-// The kernels of one instruction set. A tile of R rows and T tokens writes sums[t * R + r].
+// The kernels of one instruction set. A tile of R rows and T tokens has sums[t * R + r]; the stream kernel adds to them.
 struct Kernels {
-  int64_t stream_rows[kStreamTile];  // R for T = 1..5, the same for all groups of a call: 3 and 4
-  void (*stream[kStreamTile])(const Codes&, const float* x, int64_t x_chunk, int64_t k, float* sums);  // x_chunk: from chunk to chunk
+  int64_t stream_rows[kStreamTokens];  // R for T = 1..4
+  void (*stream[kStreamTokens])(const Codes&, const float* x, int64_t x_chunk, int64_t k, float* sums);  // x_chunk: from chunk to chunk
   void (*panel[kTileTokens])(const float* w, const float* x, int64_t chunk, float* sums);  // R = kTileRows, T = 1..4
-  void (*decode)(const uint8_t* row, int64_t blocks, float* out);
+  void (*decode)(const uint8_t* row, int64_t blocks, int64_t ahead, float* out);  // prefetches `ahead` bytes further
   void (*load)(ScalarType dtype, const void* in, float* out, int64_t count);
   void (*norm)(float* x, const float* weight, int64_t k, int64_t hc, double eps);
 };
@@ -70,7 +72,7 @@ int64_t code_offset(int64_t k) { return k / kBlock * kBlockBytes; }
 
 float lane_sum(const float* a) { return ((a[0] + a[1]) + (a[2] + a[3])) + ((a[4] + a[5]) + (a[6] + a[7])); }
 
-void decode_portable(const uint8_t* row, int64_t blocks, float* out) {
+void decode_portable(const uint8_t* row, int64_t blocks, int64_t, float* out) {
   for (int64_t b = 0; b < blocks; ++b, row += kBlockBytes) {
     const float d = q8_0::block_scale(row);
     for (int64_t i = 0; i < kBlock; ++i) *out++ = d * q8_0::block_code(row, i);
@@ -89,9 +91,8 @@ void panel_portable(const float* w, const float* x, int64_t chunk, float* sums) 
 template <int R, int T>
 void stream_portable(const Codes& codes, const float* x, int64_t x_chunk, int64_t k, float* sums) {
   float panel[R * kStride], partial[R * T];
-  std::fill(sums, sums + R * T, 0.0f);
   for (int64_t begin = 0; begin < k; begin += kChunk, x += x_chunk) {
-    for (int r = 0; r < R; ++r) decode_portable(codes.row(r) + code_offset(begin), chunk_at(k, begin) / kBlock, panel + r * kStride);
+    for (int r = 0; r < R; ++r) decode_portable(codes.row(r) + code_offset(begin), chunk_at(k, begin) / kBlock, 0, panel + r * kStride);
     panel_portable<R, T>(panel, x, chunk_at(k, begin), partial);
     for (int i = 0; i < R * T; ++i) sums[i] += partial[i];
   }
@@ -126,8 +127,8 @@ inline __attribute__((always_inline)) void norm_row(float* x, const float* weigh
 void norm_portable(float* x, const float* weight, int64_t k, int64_t hc, double eps) { norm_row(x, weight, k, hc, eps); }
 
 constexpr Kernels kPortable = {
-    {2, 2, 2, 2, 2},
-    {stream_portable<2, 1>, stream_portable<2, 2>, stream_portable<2, 3>, stream_portable<2, 4>, stream_portable<2, 5>},
+    {2, 2, 2, 2},
+    {stream_portable<2, 1>, stream_portable<2, 2>, stream_portable<2, 3>, stream_portable<2, 4>},
     {panel_portable<3, 1>, panel_portable<3, 2>, panel_portable<3, 3>, panel_portable<3, 4>},
     decode_portable, load_portable, norm_portable};
 
@@ -178,14 +179,16 @@ MORI_AVX2 void stream_avx2(const Codes& codes, const float* x, int64_t x_chunk, 
   float partial[kMaxTile];
   const uint8_t* row[R];
   for (int r = 0; r < R; ++r) row[r] = codes.row(r);
-  for (int i = 0; i < R * T; ++i) sums[i] = 0.0f;
   for (int64_t begin = 0; begin < k; begin += kChunk, x += x_chunk) {
     const int64_t chunk = chunk_at(k, begin);
     __m256 acc[R * T], d[R], w[R];
     clear<R * T>(acc);
     for (int64_t j = 0; j < chunk; j += kBlock) {
       const int64_t offset = code_offset(begin + j);
-      for (int r = 0; r < R; ++r) d[r] = scale_of(row[r] + offset);
+      for (int r = 0; r < R; ++r) {
+        _mm_prefetch(reinterpret_cast<const char*>(row[r] + R * codes.stride + offset), _MM_HINT_T0);
+        d[r] = scale_of(row[r] + offset);
+      }
       for (int i = 0; i < kBlock; i += kLanes) {
         for (int r = 0; r < R; ++r) w[r] = _mm256_mul_ps(codes_of(row[r] + offset + 2 + i), d[r]);
         multiply_add<R, T>(w, x + j + i, acc);
@@ -207,9 +210,10 @@ MORI_AVX2 void panel_avx2(const float* w, const float* x, int64_t chunk, float* 
   store_lane_sums<R * T>(acc, sums);
 }
 
-MORI_AVX2 void decode_avx2(const uint8_t* row, int64_t blocks, float* out) {
+MORI_AVX2 void decode_avx2(const uint8_t* row, int64_t blocks, int64_t ahead, float* out) {
   for (int64_t b = 0; b < blocks; ++b, row += kBlockBytes, out += kBlock) {
     const __m256 d = scale_of(row);
+    _mm_prefetch(reinterpret_cast<const char*>(row + ahead), _MM_HINT_T0);
     for (int i = 0; i < kBlock; i += kLanes) _mm256_storeu_ps(out + i, _mm256_mul_ps(codes_of(row + 2 + i), d));
   }
 }
@@ -229,8 +233,8 @@ MORI_AVX2 void load_avx2(ScalarType dtype, const void* in, float* out, int64_t c
 MORI_AVX2 void norm_avx2(float* x, const float* weight, int64_t k, int64_t hc, double eps) { norm_row(x, weight, k, hc, eps); }
 
 constexpr Kernels kAvx2 = {
-    {4, 4, 2, 2, 2},
-    {stream_avx2<4, 1>, stream_avx2<4, 2>, stream_avx2<2, 3>, stream_avx2<2, 4>, stream_avx2<2, 5>},
+    {4, 4, 3, 3},
+    {stream_avx2<4, 1>, stream_avx2<4, 2>, stream_avx2<3, 3>, stream_avx2<3, 4>},
     {panel_avx2<3, 1>, panel_avx2<3, 2>, panel_avx2<3, 3>, panel_avx2<3, 4>},
     decode_avx2, load_avx2, norm_avx2};
 #else
@@ -281,18 +285,21 @@ Tensor prepare(const Kernels& kernels, const Tensor& given, const std::optional<
 int64_t token_group(int64_t left, int64_t most) { return ceil_div(left, ceil_div(left, most)); }
 
 void stream(const Kernels& kernels, const float* x, const uint8_t* w, int64_t w_stride, float* y, const DownShape& shape) {
-  const int64_t rows = kernels.stream_rows[token_group(shape.ntok, kStreamTile) - 1];
+  const int64_t ntok = shape.ntok, rows = kernels.stream_rows[ntok - 1];
+  const int64_t span = std::max<int64_t>(1, kStreamBytes / 4 / kStride / ntok) * kChunk;  // of K at a time
   const int64_t grain = std::max<int64_t>(1, 32768 / std::max<int64_t>(1, rows * shape.k));
   torch::stable::parallel_for(0, ceil_div(shape.n, rows), grain, [&](int64_t begin, int64_t end) {
-    float sums[kMaxTile];
-    for (int64_t n = begin * rows; n < std::min(end * rows, shape.n); n += rows) {
-      const int64_t left = std::min(rows, shape.n - n);
-      for (int64_t t = 0, tokens; t < shape.ntok; t += tokens) {
-        tokens = token_group(shape.ntok - t, kStreamTile);
-        kernels.stream[tokens - 1]({w + n * w_stride, w_stride, left}, x + t * kStride, shape.ntok * kStride, shape.k, sums);
-        for (int64_t j = 0; j < tokens; ++j) std::copy(sums + j * rows, sums + j * rows + left, y + (t + j) * shape.n + n);
+    const int64_t n0 = begin * rows, n1 = std::min(end * rows, shape.n);
+    for (int64_t t = 0; t < ntok; ++t) std::fill(y + t * shape.n + n0, y + t * shape.n + n1, 0.0f);
+    float sums[kMaxTile] = {};
+    for (int64_t k = 0; k < shape.k; k += span)
+      for (int64_t n = n0; n < n1; n += rows) {
+        const Codes codes = {w + n * w_stride + code_offset(k), w_stride, shape.n - n};
+        const int64_t left = std::min(rows, shape.n - n);
+        for (int64_t t = 0; t < ntok; ++t) std::copy_n(y + t * shape.n + n, left, sums + t * rows);
+        kernels.stream[ntok - 1](codes, x + k / kChunk * ntok * kStride, ntok * kStride, std::min(span, shape.k - k), sums);
+        for (int64_t t = 0; t < ntok; ++t) std::copy_n(sums + t * rows, left, y + t * shape.n + n);
       }
-    }
   });
 }
 
@@ -325,7 +332,7 @@ void panel(const Kernels& kernels, const float* x, const uint8_t* w, int64_t w_s
         for (int64_t n = n0; n < n1; n += kPanelRows) {
           const int64_t rows = std::min(kPanelRows, n1 - n);
           for (int64_t r = 0; r < rows; ++r)
-            kernels.decode(w + (n + r) * w_stride + code_offset(k), chunk / kBlock, decoded + r * kStride);
+            kernels.decode(w + (n + r) * w_stride + code_offset(k), chunk / kBlock, kPanelRows * w_stride, decoded + r * kStride);
           add_panel(kernels, decoded, rows, x + (k / kChunk * shape.ntok + token) * kStride, chunk, ntok, out + n, shape.n);
         }
       }

@@ -188,6 +188,26 @@ def test_a_rows_bits_do_not_depend_on_the_batch(quant: str, isa: str) -> None:  
             assert same_bits(product(rows)[position], alone), f"M = {m}, row {position}"
 
 
+@pytest.mark.parametrize("quant", ["mxfp8_raw", "ptpc"])
+@pytest.mark.parametrize("odd", ["nan code", "huge scale", "tiny scale", "nan scale"])
+@pytest.mark.parametrize("side", ["a", "b"])
+def test_an_odd_row_in_a_large_batch_changes_no_other_and_keeps_its_own_bits(side: str, odd: str, quant: str, isa: str) -> None:
+    m, n, k = 40, 133, 352
+    a, b, a_scale, b_scale = gemm_operands(m, n, k, quant, seed=9)
+    values, scale = (a, a_scale) if side == "a" else (b, b_scale)
+    if odd == "nan code":
+        values.view(torch.uint8)[2, 70] = 0x7F
+    elif quant == "ptpc":
+        scale[2] = {"huge scale": 2.0**90, "tiny scale": 2.0**-90, "nan scale": float("nan")}[odd]
+    else:
+        scale.view(torch.uint8)[2, 3] = {"huge scale": 217, "tiny scale": 37, "nan scale": 255}[odd]
+    batch = ops.scaled_gemm(a, b, a_scale, b_scale, quant, out_dtype=torch.float32)
+    assert batch.isnan().any() == ("nan" in odd)
+    alone = torch.cat([ops.scaled_gemm(a[i : i + 1], b, a_scale[i : i + 1], b_scale, quant, out_dtype=torch.float32) for i in range(m)])
+    assert torch.equal(batch.isnan(), alone.isnan())
+    assert same_bits(batch.nan_to_num(), alone.nan_to_num())
+
+
 # --- extreme scales ------------------------------------------------------------------------------------------------------
 
 
@@ -491,9 +511,11 @@ def test_linear_handles_empty_and_refused_inputs() -> None:
 
 @pytest.mark.parametrize("op", ["mxfp8", "mxfp8_raw", "mxfp8_linear", "scaled_gemm"])
 def test_route_names_the_kernel_of_every_size(op: str) -> None:
-    few, many = (ops._route(op, "cpu", [m, 5120, 2048]) for m in (5, 6))
+    few, some, most, many = (ops._route(op, "cpu", [m, 5120, 2048]) for m in (5, 6, 11, 12))
     assert few.startswith("one pass\t")
-    assert many.startswith("token groups\t")
+    assert some.startswith("token groups\t")
+    assert most.startswith("token groups\t")
+    assert many.startswith("panels\t")
 
 
 def test_random_scales_hold_the_range_of_the_fast_kernels() -> None:

@@ -59,6 +59,16 @@ inline void dot(const Pass& pass, int tokens) {
   }
 }
 
-constexpr Kernels kKernels = {1.0f, 1.0f, decode, dot};
+inline void multiply(const float* b, int rows, const float* a, int tokens, int64_t blocks, float* total) {
+  float chains[kPanelTokens][kPanelRows][kLanes] = {};
+  for (int64_t i = 0; i < 4 * blocks; ++i, b += rows * kLanes, a += tokens * kLanes)
+    for (int t = 0; t < tokens; ++t)
+      for (int r = 0; r < rows; ++r)
+        for (int lane = 0; lane < kLanes; ++lane) chains[t][r][lane] += b[r * kLanes + lane] * a[t * kLanes + lane];
+  for (int t = 0; t < tokens; ++t)
+    for (int r = 0; r < rows; ++r) total[t * kMaxTileRows + r] += sum_of_chains(chains[t][r]);
+}
+
+constexpr Kernels kKernels = {1.0f, 1.0f, decode, dot, multiply};
 
 }  // namespace mori::mxfp8::generic

@@ -3,7 +3,7 @@
 // Both compute the same sum in the same order. The 32 products of a block go to 8 chains: chain l takes elements 4l + kOrder[0..3],
 // one after the other, so that a decoder which works on dwords of four codes meets them without a shuffle. A chain is a plain
 // fp32 accumulation over a span of kSpan blocks; then the 8 chains are added as a tree and the result goes onto the total.
-// Nothing depends on how many rows or tokens are computed together: a row's bits are the same for every M.
+// Nothing depends on how many rows or tokens are computed together, nor, the scales being powers of two, on which side they are applied: a row's bits are the same for every M.
 #pragma once
 
 #include <cstdint>
@@ -12,11 +12,12 @@ namespace mori::mxfp8 {
 
 constexpr int kLanes = 8;
 constexpr int kOrder[4] = {3, 1, 2, 0};
-constexpr int64_t kSpan = 32;        // blocks per chain; 5 tokens of decoded activations (20 KB) then fit into L1
+constexpr int64_t kSpan = 16;        // blocks per chain; 5 tokens of decoded activations (10 KB) stay in L1 beside another hyperthread's
 constexpr int kMaxTokens = 5;        // tokens per pass over the weight
 constexpr int64_t kMaxTileRows = 128;
+constexpr int kPanelRows = 4, kPanelTokens = 3;  // of one product of two decoded panels
 
-// How many blocks of how many tokens are decoded ahead of a pass: whole spans, at most 24 KB of fp32.
+// How many blocks of how many tokens are decoded ahead of a pass: whole spans, at most 12 KB of fp32.
 constexpr int64_t chunk_blocks(int tokens) { return kSpan * (6 / tokens); }
 constexpr int64_t kMaxFactors = 6 * kSpan, kDecodedFloats = kMaxFactors * 32;
 
@@ -44,6 +45,9 @@ struct Kernels {
   // holds a NaN code that the sum would miss.
   void (*decode)(const Rows& rows, int64_t blocks, int tokens, float* a, bool* has_nan);
   void (*dot)(const Pass& pass, int tokens);
+  // The same sums over one span for rows and tokens that are both decoded: up to kPanelRows rows [block][4][rows][kLanes] and
+  // up to kPanelTokens tokens; total [tokens][kMaxTileRows] is added to.
+  void (*multiply)(const float* b, int rows, const float* a, int tokens, int64_t blocks, float* total);
 };
 
 }  // namespace mori::mxfp8

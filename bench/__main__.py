@@ -10,14 +10,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench import report
-from bench.suites import SUITES
+from bench.suites import CUDA_SUITES, SUITES
 from bench.timing import copy_bandwidth, matmul_flops, paired
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Checks, then times mori_ops against named baselines.")
     parser.add_argument("suite", choices=[*SUITES, "all"])
-    parser.add_argument("--device", choices=["cpu"], default="cpu")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", action="append", default=[], metavar="DIM=VALUE", help="only cases of this shape; may be repeated")
     parser.add_argument("--plot", metavar="PNG", help="write a plot of time over the first dimension")
@@ -35,9 +35,12 @@ def main() -> int:
     where = report.machine(options.device) | {"copy_gbytes_per_s": bandwidth / 1e9, "matmul_gflops": flops / 1e9}
     console.print(f"copy {bandwidth / 1e9:.1f} GB/s, float32 matmul {flops / 1e9:.0f} GFLOP/s")
     everything = []
-    for suite in SUITES if options.suite == "all" else [options.suite]:
+    available = CUDA_SUITES if options.device == "cuda" else tuple(SUITES)
+    if options.suite not in ("all", *available):
+        raise SystemExit(f"bench: {options.suite} has no {options.device} kernel in this build")
+    for suite in available if options.suite == "all" else [options.suite]:
         rows = []
-        makers = list(SUITES[suite]())
+        makers = list(SUITES[suite](options.device))
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True) as progress:
             task = progress.add_task(suite, total=len(makers))
@@ -46,7 +49,7 @@ def main() -> int:
                 if all(str(case.shape.get(key)) == value for key, value in wanted.items()):
                     case.verify()
                     for mode in case.modes:
-                        row = report.row(case, mode, paired(case, mode))
+                        row = report.row(case, mode, paired(case, mode, options.device))
                         row["floor_us"] = 1e6 * max(case.bytes_moved / bandwidth, case.flops / flops)
                         rows.append(row)
                 progress.advance(task)

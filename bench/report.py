@@ -6,7 +6,6 @@ import datetime
 import json
 import platform
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,12 @@ def machine(device: str) -> dict[str, Any]:
     return {
         "date": datetime.date.today().isoformat(),
         "device": device,
+        "gpu": torch.cuda.get_device_name() if device == "cuda" else None,
         "cpu": name,
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "mori_ops": mori_ops.build_info,
         "commit": commit,
-        "command": "python -m bench " + " ".join(sys.argv[1:]),
     }
 
 
@@ -80,7 +79,8 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
 def save(suite: str, where: dict[str, Any], rows: list[dict[str, Any]]) -> Path:
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{where['device']}_{suite}.json"
-    path.write_text(json.dumps({"machine": where, "rows": rows}, indent=1) + "\n")
+    command = f"python -m bench {suite} --device {where['device']} --threads {where['threads']}"
+    path.write_text(json.dumps({"command": command, "machine": where, "rows": rows}, indent=1) + "\n")
     return path
 
 
@@ -107,6 +107,6 @@ def plot(rows: list[dict[str, Any]], where: dict[str, Any], path: str) -> None:
         axis.set(xscale="log", yscale="log", xlabel=first, ylabel="us per call", title=f"{op} {' '.join(f'{a}={b}' for a, b in rest)} ({group[0]['mode']})")
         axis.grid(alpha=0.3, which="both")
         axis.legend(fontsize=7)
-    figure.suptitle(f"{where['cpu']}, {where['threads']} threads, torch {where['torch']}, {where['date']}")
+    figure.suptitle(f"{where['gpu'] or where['cpu']}, {where['threads']} threads, torch {where['torch']}, {where['date']}")
     figure.tight_layout()
     figure.savefig(path, dpi=110)

@@ -1,4 +1,4 @@
-"""The cases of each suite on the CPU: shapes, operands, named baselines, goals."""
+"""The cases of each suite: shapes, operands, named baselines, goals. On a GPU the baseline is cuBLAS in bfloat16."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from bench.timing import Arm, Case, Goal, copies_of
 from mori_ops import reference
 from tests import cases
 
-GEMM_M = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 34, 64, 256, 1024)
+GEMM_M = {
+    "cpu": (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 34, 64, 256, 1024),
+    "cuda": (1, 8, 16, 32, 33, 64, 128, 256, 512, 1024, 4096, 16384),
+}
+GEMM_LINEARS = {"cpu": ("wo_b_wide", "wo_b"), "cuda": ("square", "wo_b_wide", "wq_b", "wo_b")}
 INT8PACK = "torch._weight_int8pack_mm"
 FP32, BF16 = "F.linear fp32", "F.linear bf16"
 
 
 def _linear_arms(x: Tensor, w: Tensor, *, bf16: bool) -> list[Arm]:
     """torch's own ways to multiply x by the weight: fp32, weight-only int8, and bf16 where it is not hopeless."""
-    n, k = w.shape
-    amax, x_bf16 = w.abs().amax(1, keepdim=True), x.bfloat16()
+    x_bf16 = x.bfloat16()
+    if x.is_cuda:
+        return [Arm(BF16, lambda o: F.linear(x_bf16, o), copies_of(w.bfloat16()))]
+    amax = w.abs().amax(1, keepdim=True)
     codes, scale = (w / amax * 127).round().to(torch.int8), (amax[:, 0] / 127).bfloat16()
     arms = [
         Arm(FP32, lambda o: F.linear(x, o), copies_of(w)),
@@ -32,18 +38,19 @@ def _linear_arms(x: Tensor, w: Tensor, *, bf16: bool) -> list[Arm]:
     return arms
 
 
-def mxfp8_gemm(op: str) -> Iterator[Callable[[], Case]]:
-    for name in ("wo_b_wide", "wo_b"):
+def mxfp8_gemm(op: str, device: str) -> Iterator[Callable[[], Case]]:
+    for name in GEMM_LINEARS[device]:
         n, k = cases.LINEARS[name]
-        for m in GEMM_M:
-            yield lambda n=n, k=k, m=m: _gemm_case(op, m, n, k)
+        for m in GEMM_M[device]:
+            yield lambda n=n, k=k, m=m: _gemm_case(op, m, n, k, device)
 
 
-def _gemm_case(op: str, m: int, n: int, k: int) -> Case:
-    a, b, a_scale, b_scale = cases.gemm_operands(m, n, k, op, seed=m)
+def _gemm_case(op: str, m: int, n: int, k: int, device: str) -> Case:
+    a, b, a_scale, b_scale = (t.to(device) for t in cases.gemm_operands(m, n, k, op, seed=m))
     run = getattr(mori_ops, op)
+    x, w = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
     goals = []
-    if op == "mxfp8_raw":
+    if op == "mxfp8_raw" and device == "cpu":
         if m <= 8:
             goals.append(Goal((INT8PACK,), 0.95 if m == 1 else 1.15))
         if m in (1, 4, 8):
@@ -53,24 +60,24 @@ def _gemm_case(op: str, m: int, n: int, k: int) -> Case:
     return Case(
         op,
         {"m": m, "n": n, "k": k},
-        [Arm(f"mori.{op}", lambda o: run(a, o, a_scale, b_scale), copies_of(b)), *_linear_arms(torch.randn(m, k), torch.randn(n, k), bf16=m <= 64)],
+        [Arm(f"mori.{op}", lambda o: run(a, o, a_scale, b_scale), copies_of(b)), *_linear_arms(x, w, bf16=m <= 64)],
         lambda: cases.assert_close(run(a, b, a_scale, b_scale), reference.scaled_gemm(a, b, a_scale, b_scale, op)),
         goals,
         bytes_moved=n * k + b_scale.nbytes + m * k + 2 * m * n,
         flops=2 * m * n * k,
-        modes=("hot", "cold") if m <= 64 else ("hot",),
+        modes=("cold",) if device == "cuda" else ("hot", "cold") if m <= 64 else ("hot",),
     )
 
 
-def mxfp8_linear() -> Iterator[Callable[[], Case]]:
+def mxfp8_linear(device: str) -> Iterator[Callable[[], Case]]:
     n, k = cases.LINEARS["wo_b_wide"]
     for m in (1, 4, 8, 64, 256):
-        yield lambda m=m: _linear_case(m, n, k)
+        yield lambda m=m: _linear_case(m, n, k, device)
 
 
-def _linear_case(m: int, n: int, k: int) -> Case:
-    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).bfloat16()
-    b, b_scale = mori_ops.mxfp8_quantize_weight(torch.randn(n, k) / k**0.5)
+def _linear_case(m: int, n: int, k: int, device: str) -> Case:
+    x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).bfloat16().to(device)
+    b, b_scale = mori_ops.mxfp8_quantize_weight(torch.randn(n, k, device=device) / k**0.5)
     a, a_scale = mori_ops.mxfp8_quantize(x)
 
     def two_ops(weight: Tensor) -> Tensor:
@@ -84,7 +91,7 @@ def _linear_case(m: int, n: int, k: int) -> Case:
             Arm("mori.mxfp8_linear", lambda o: mori_ops.mxfp8_linear(x, o, b_scale), copies_of(b)),
             Arm("mori quantize + raw", two_ops, copies_of(b)),
             Arm("mori raw alone", lambda o: mori_ops.mxfp8_raw(a, o, a_scale, b_scale), copies_of(b)),
-            Arm(BF16, lambda o: F.linear(x, o), copies_of(torch.randn(n, k).bfloat16())),
+            Arm(BF16, lambda o: F.linear(x, o), copies_of(torch.randn(n, k, device=device).bfloat16())),
         ],
         lambda: cases.assert_close(mori_ops.mxfp8_linear(x, b, b_scale), reference.mxfp8_linear(x, b, b_scale)),
         bytes_moved=n * k + m * k * 2 + 2 * m * n,
@@ -92,15 +99,16 @@ def _linear_case(m: int, n: int, k: int) -> Case:
     )
 
 
-def mxfp8_quantize() -> Iterator[Callable[[], Case]]:
+def mxfp8_quantize(device: str) -> Iterator[Callable[[], Case]]:
     for rows, k in ((1, 2048), (64, 2048), (16384, 2048)):
-        yield lambda rows=rows, k=k: _quantize_case("mxfp8_quantize", rows, k)
-    yield lambda: _quantize_case("mxfp8_quantize_weight", 16384, 2048)
-    yield lambda: _quantize_case("kv_quantize", 16384 * 8, 256)
+        yield lambda rows=rows, k=k: _quantize_case("mxfp8_quantize", rows, k, device)
+    yield lambda: _quantize_case("mxfp8_quantize_weight", 16384, 2048, device)
+    if device == "cpu":
+        yield lambda: _quantize_case("kv_quantize", 16384 * 8, 256, device)
 
 
-def _quantize_case(op: str, rows: int, k: int) -> Case:
-    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).bfloat16()
+def _quantize_case(op: str, rows: int, k: int, device: str) -> Case:
+    x = torch.randn(rows, k, generator=torch.Generator().manual_seed(rows)).bfloat16().to(device)
     run, oracle = getattr(mori_ops, op), getattr(reference, op)
     target = torch.empty_like(x)
 
@@ -108,7 +116,7 @@ def _quantize_case(op: str, rows: int, k: int) -> Case:
         for result, expected in zip(run(x), oracle(x[-1024:]), strict=True):  # blocks are independent: the last rows will do
             assert cases.same_bits(result[-len(expected) :], expected), f"{op}: differs from the reference"
 
-    goals = [Goal(("Tensor.copy_",), 0.5)] if op == "mxfp8_quantize" and rows * k >= 1 << 25 else []
+    goals = [Goal(("Tensor.copy_",), 0.5)] if op == "mxfp8_quantize" and rows * k >= 1 << 25 and device == "cpu" else []
     return Case(
         op,
         {"rows": rows, "k": k, "dtype": "bfloat16"},
@@ -120,20 +128,20 @@ def _quantize_case(op: str, rows: int, k: int) -> Case:
     )
 
 
-def gr_down() -> Iterator[Callable[[], Case]]:
+def gr_down(device: str) -> Iterator[Callable[[], Case]]:
     for ntok in (1, 2, 3, 4, 5, 6, 7, 8, 16, 64, 256):
-        yield lambda ntok=ntok: _gr_case(ntok, fused=False)
-    yield lambda: _gr_case(4, fused=True)
+        yield lambda ntok=ntok: _gr_case(ntok, device, fused=False)
+    yield lambda: _gr_case(4, device, fused=True)
 
 
-def _gr_case(ntok: int, *, fused: bool) -> Case:
+def _gr_case(ntok: int, device: str, *, fused: bool) -> Case:
     n, k = cases.GR_N, cases.GR_K
     generator = torch.Generator().manual_seed(ntok)
-    x, w = torch.randn(ntok, k, generator=generator), torch.randn(n, k, generator=generator) / k**0.5
-    norm = torch.rand(k, generator=generator) + 0.5 if fused else None
+    x, w = torch.randn(ntok, k, generator=generator).to(device), (torch.randn(n, k, generator=generator) / k**0.5).to(device)
+    norm = (torch.rand(k, generator=generator) + 0.5).to(device) if fused else None
     packed = mori_ops.q8_0_quantize(w)
     goals = []
-    if not fused:
+    if not fused and device == "cpu":
         if ntok <= 4 or ntok == 8:
             goals.append(Goal((INT8PACK,), 1.2 if ntok == 8 else 1.0))
         if ntok in (1, 4, 8, 64, 256):
@@ -155,7 +163,7 @@ def _gr_case(ntok: int, *, fused: bool) -> Case:
 GATHER, SDPA = "gather + einsum per token", "SDPA causal, dequantised fp32"
 
 
-def qsa_flash() -> Iterator[Callable[[], Case]]:
+def qsa_flash(device: str) -> Iterator[Callable[[], Case]]:
     for tokens in (1, 4, 96):
         yield lambda tokens=tokens: _qsa_case(tokens, position=30000 - tokens)
     for tokens in (96, 512, 1984):
@@ -211,11 +219,12 @@ def _qsa_case(tokens: int, position: int) -> Case:
     )
 
 
-SUITES: dict[str, Callable[[], Iterator[Callable[[], Case]]]] = {
-    "mxfp8": lambda: mxfp8_gemm("mxfp8"),
-    "mxfp8_raw": lambda: mxfp8_gemm("mxfp8_raw"),
+SUITES: dict[str, Callable[[str], Iterator[Callable[[], Case]]]] = {
+    "mxfp8": lambda device: mxfp8_gemm("mxfp8", device),
+    "mxfp8_raw": lambda device: mxfp8_gemm("mxfp8_raw", device),
     "mxfp8_linear": mxfp8_linear,
     "quantize": mxfp8_quantize,
     "gr_down": gr_down,
     "qsa_flash": qsa_flash,
 }
+CUDA_SUITES = tuple(name for name in SUITES if name != "qsa_flash")  # no CUDA kernel yet

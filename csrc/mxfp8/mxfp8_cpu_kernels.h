@@ -12,12 +12,12 @@ namespace mori::mxfp8 {
 
 constexpr int kLanes = 8;
 constexpr int kOrder[4] = {3, 1, 2, 0};
-constexpr int64_t kSpan = 16;        // blocks per chain; 5 tokens of decoded activations (10 KB) stay in L1 beside another hyperthread's
+constexpr int64_t kSpan = 32;        // blocks per chain; 5 tokens of decoded activations (20 KB) then fit into L1
 constexpr int kMaxTokens = 5;        // tokens per pass over the weight
 constexpr int64_t kMaxTileRows = 128;
 constexpr int kPanelRows = 4, kPanelTokens = 3;  // of one product of two decoded panels
 
-// How many blocks of how many tokens are decoded ahead of a pass: whole spans, at most 12 KB of fp32.
+// How many blocks of how many tokens are decoded ahead of a pass: whole spans, at most 24 KB of fp32.
 constexpr int64_t chunk_blocks(int tokens) { return kSpan * (6 / tokens); }
 constexpr int64_t kMaxFactors = 6 * kSpan, kDecodedFloats = kMaxFactors * 32;
 

@@ -13,6 +13,7 @@
 //  rows: one warp per weight row, any K and any alignment, one token after another; plain fp32.
 #include "gr_sm90.h"
 
+#include "../common/launch_sm90.cuh"
 #include "../common/sm90.cuh"
 
 namespace mori::gr {
@@ -293,16 +294,8 @@ bool down_fits_cluster(const DownArgs& args) {
 
 cudaError_t launch_down_cluster(const DownArgs& args, cudaStream_t stream) {
   return for_types(args, [&](auto x, auto norm, auto has_norm) {
-    cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(static_cast<unsigned>((args.n + kRows - 1) / kRows * kSplits), static_cast<unsigned>((args.ntok + kTokens - 1) / kTokens));
-    config.blockDim = dim3(kWarps * 32);
-    config.stream = stream;
-    cudaLaunchAttribute overlap = {};
-    overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-    overlap.val.programmaticStreamSerializationAllowed = 1;
-    config.attrs = &overlap;
-    config.numAttrs = 1;
-    return cudaLaunchKernelEx(&config, down_cluster<decltype(x), decltype(norm), decltype(has_norm)::value>, args);
+    const dim3 grid(static_cast<unsigned>((args.n + kRows - 1) / kRows * kSplits), static_cast<unsigned>((args.ntok + kTokens - 1) / kTokens));
+    return launch_overlapped(down_cluster<decltype(x), decltype(norm), decltype(has_norm)::value>, grid, kWarps * 32, 0, stream, args);
   });
 }
 

@@ -5,6 +5,7 @@
 // operand, so 8 tokens cost what 1 does. The k order inside a chunk is permuted alike for both operands: lane c of a quad owns
 // bytes 16 c .. 16 c + 15 of a row. Warps are summed in order: deterministic, and a token's bits do not depend on the others.
 // The weight is requested before griddepcontrol.wait, to overlap the previous kernel; that kernel must not write the weight.
+#include "../common/launch_sm90.cuh"
 #include "../common/sm90.cuh"
 #include "decode_sm90.cuh"
 #include "scales_sm90.cuh"
@@ -121,16 +122,8 @@ bool aligned16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer
 
 template <int kTokenTiles>
 cudaError_t launch(const GemmArgs& args, cudaStream_t stream) {
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>((args.n + kRows - 1) / kRows));
-  config.blockDim = dim3(kWarps * 32);
-  config.stream = stream;
-  cudaLaunchAttribute overlap = {};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, skinny<kTokenTiles>, args, ByteScales(args));
+  const dim3 grid(static_cast<unsigned>((args.n + kRows - 1) / kRows));
+  return launch_overlapped(skinny<kTokenTiles>, grid, kWarps * 32, 0, stream, args, ByteScales(args));
 }
 
 }  // namespace

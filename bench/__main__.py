@@ -4,25 +4,45 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import report
+from bench import distributed, report
 from bench.suites import CUDA_SUITES, SUITES
 from bench.timing import copy_bandwidth, matmul_flops, paired
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m bench", description="Checks, then times mori_ops against named baselines.")
-    parser.add_argument("suite", choices=[*SUITES, "all"])
+    parser.add_argument("suite", choices=[*SUITES, "gemm_ar", "all"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--only", action="append", default=[], metavar="DIM=VALUE", help="only cases of this shape; may be repeated")
     parser.add_argument("--plot", metavar="PNG", help="write a plot of time over the first dimension")
     parser.add_argument("--no-save", action="store_true", help="do not write bench/results/<device>_<suite>.json")
     return parser.parse_args()
+
+
+def measured(suite: str, device: str, wanted: dict[str, str], bandwidth: float, flops: float, console: Console) -> list[dict[str, Any]]:
+    """The rows of a suite's cases of the wanted shapes."""
+    rows = []
+    makers = list(SUITES[suite](device))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(suite, total=len(makers))
+        for make in makers:
+            case = make()
+            if all(str(case.shape.get(key)) == value for key, value in wanted.items()):
+                case.verify()
+                for mode in case.modes:
+                    row = report.row(case, mode, paired(case, mode, device))
+                    row["floor_us"] = 1e6 * max(case.bytes_moved / bandwidth, case.flops / flops)
+                    rows.append(row)
+            progress.advance(task)
+    return rows
 
 
 def main() -> int:
@@ -34,25 +54,12 @@ def main() -> int:
     bandwidth, flops = copy_bandwidth(options.device), matmul_flops(options.device)
     where = report.machine(options.device) | {"copy_gbytes_per_s": bandwidth / 1e9, "matmul_gflops": flops / 1e9}
     console.print(f"copy {bandwidth / 1e9:.1f} GB/s, float32 matmul {flops / 1e9:.0f} GFLOP/s")
-    everything = []
-    available = CUDA_SUITES if options.device == "cuda" else tuple(SUITES)
+    available = [*(CUDA_SUITES if options.device == "cuda" else SUITES), *(["gemm_ar"] if distributed.available(options.device) else [])]
     if options.suite not in ("all", *available):
-        raise SystemExit(f"bench: {options.suite} has no {options.device} kernel in this build")
+        raise SystemExit(f"bench: {options.suite} has no {options.device} kernel in this build, or too few devices")
+    everything = []
     for suite in available if options.suite == "all" else [options.suite]:
-        rows = []
-        makers = list(SUITES[suite](options.device))
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task(suite, total=len(makers))
-            for make in makers:
-                case = make()
-                if all(str(case.shape.get(key)) == value for key, value in wanted.items()):
-                    case.verify()
-                    for mode in case.modes:
-                        row = report.row(case, mode, paired(case, mode, options.device))
-                        row["floor_us"] = 1e6 * max(case.bytes_moved / bandwidth, case.flops / flops)
-                        rows.append(row)
-                progress.advance(task)
+        rows = distributed.rows(options.device) if suite == "gemm_ar" else measured(suite, options.device, wanted, bandwidth, flops, console)
         report.show(rows, console)
         if not options.no_save and not wanted:
             console.print(f"saved {report.save(suite, where, rows)}")

@@ -4,49 +4,38 @@ Every rank holds a K slice of the activations and of the weight and gets the who
 
   1. check      the arguments of this rank; a refusal is told to the others before it is raised
   2. agree      a header of six integers from every rank to every rank, on its way during the GEMM: all raise, or none does
-  3. GEMM       the local partial sum in fp32
-  4. reduce     partial sums travel in fp32 and are added up in rank order; then the bias, then the single rounding
-  5. gather     where ranks reduced bands of rows: every band to every rank, in the output dtype or as e4m3 (`wire="fp8"`)
+  3. GEMM       the local partial sum, in bands of rows where there are many
+  4. reduce     the rows of a band are dealt out to the ranks; partial sums of a row travel to its owner, who adds them up in rank
+                order, then the bias, then rounds once; bands travel during the GEMM of the next ones
+  5. gather     every owner's rows to every rank, in the output dtype or as e4m3 (`wire="fp8"`)
 
 The order of every sum is fixed, so the result is the same bits on all ranks, in every run and by every algorithm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from types import TracebackType
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from mori_ops.collectives import ALGORITHMS, BLOCK, REFUSED, WIRES, Gemm, Group, Headers, Workspace, reserve
 from mori_ops.routes import route
-
-QUANTS = ("ptpc", "blockscale", "mxfp8", "mxfp8_raw")
-WIRES = ("bf16", "fp8")
-OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-BLOCK = 32  # of MXFP8, along K and along the rows of a weight
-E4M3_MAX = 448.0
-SCALE_BYTES = 4  # one fp32 scale behind the e4m3 codes of each row on the fp8 wire
-
-# Headers travel under a tag of their own: they never pair with a user's send, and an absent rank can be named.
-HEADER_TAG = 0x6D6F7269
-HEADER_FIELDS = ("M", "N", "out_dtype", "quant", "wire", "bias")
-REFUSED = [-1] * len(HEADER_FIELDS)
 
 
 def gemm_ar(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor,
     quant: str,
     group: dist.ProcessGroup | str | None = None,
     *,
-    bias: torch.Tensor | None = None,
+    bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     wire: str = "bf16",
-) -> torch.Tensor:
+) -> Tensor:
     """The sum over the group's ranks of `a @ b.T`, plus `bias` once, on every rank.
 
     Args:
@@ -100,210 +89,65 @@ def shard(features: int, group: dist.ProcessGroup | str | None = None) -> slice:
     return slice(BLOCK * start, BLOCK * (start + shares[here.rank]))
 
 
-@dataclass(frozen=True)
-class Group:
-    """A process group as seen from one of its ranks."""
+class GemmAllReduce:
+    """gemm_ar for engines: owns the memory that calls of up to `m_max` rows and `n_max` columns need, and writes into the caller's.
 
-    process_group: dist.ProcessGroup | None
-    name: str
-    rank: int
-    world: int
+    Calls may alternate between weights, shapes and scale layouts. More rows than `m_max` work too, by bands of the same size;
+    more columns than `n_max` are refused. All ranks of the group construct it, call it and close it in the same order.
 
-    @classmethod
-    def named(cls, name: str) -> Group:
-        if not name:
-            return cls(None, name, 0, 1)
-        try:
-            process_group = dist.distributed_c10d._resolve_process_group(name)
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(f"gemm_ar: group_name must name a process group of this rank, got '{name}'") from error
-        return cls(process_group, name, process_group.rank(), process_group.size())
-
-    def shares(self, size: int) -> list[int]:
-        """`size` things dealt out to the ranks: the first ranks take one more where they do not divide evenly."""
-        return [size // self.world + (rank < size % self.world) for rank in range(self.world)]
-
-
-@dataclass(frozen=True)
-class Gemm:
-    """One rank's operands, and what is to become of the sum."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    a_scale: torch.Tensor
-    b_scale: torch.Tensor
-    quant: str
-    bias: torch.Tensor | None
-    out_dtype: torch.dtype
-    wire: str
-
-    @property
-    def operands(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, str]:
-        return self.a, self.b, self.a_scale, self.b_scale, self.quant
-
-    @property
-    def rows(self) -> int:
-        return self.a.shape[:-1].numel()
-
-    @property
-    def columns(self) -> int:
-        return self.b.shape[0]
-
-    @property
-    def out_shape(self) -> torch.Size:
-        return self.a.shape[:-1] + self.b.shape[:1]
-
-    def check(self, out: torch.Tensor | None) -> None:
-        torch.ops.mori._gemm_ar_check(*self.operands, self.bias, self.wire, self.out_dtype, out)
-
-    def header(self) -> list[int]:
-        return [
-            self.rows,
-            self.columns,
-            OUT_DTYPES.index(self.out_dtype),
-            QUANTS.index(self.quant),
-            WIRES.index(self.wire),
-            int(self.bias is not None),
-        ]
-
-    def partial(self) -> torch.Tensor:
-        """This rank's summand, fp32 [M, N]."""
-        return torch.ops.mori.scaled_gemm(*self.operands, out_dtype=torch.float32).view(self.rows, self.columns)
-
-    def with_bias(self, total: torch.Tensor) -> torch.Tensor:
-        return total if self.bias is None else total.add_(self.bias)
-
-
-class Headers:
-    """A header from every rank to every rank, under way while this rank computes.
-
-    Sends rather than a collective: what fails then tells which rank is missing.
+    >>> with GemmAllReduce(m_max=16384, n_max=7168, group=tp) as all_reduce:
+    ...     all_reduce(a, b, a_scale, b_scale, "mxfp8_raw", out=out)
     """
 
-    def __init__(self, mine: list[int], group: Group) -> None:
-        self.group = group
-        self.received = torch.tensor([mine] * group.world)
-        own = self.received[group.rank].clone()
-        peers = [rank for rank in range(group.world) if rank != group.rank]
-        where = {"group": group.process_group, "tag": HEADER_TAG}
-        self.works = [(rank, dist.irecv(self.received[rank], group_src=rank, **where)) for rank in peers]
-        self.works += [(rank, dist.isend(own, group_dst=rank, **where)) for rank in peers]
+    def __init__(self, m_max: int, n_max: int, group: dist.ProcessGroup | str | None = None) -> None:
+        if m_max < 1 or n_max < 1:
+            raise ValueError(f"GemmAllReduce: m_max and n_max must be positive, got {m_max} and {n_max}")
+        self.n_max = n_max
+        self._group: Group | None = Group.named(group_name(group))
+        self._workspace = Workspace()
+        reserve(self._workspace, m_max, n_max, self._group)
 
-    def wait(self) -> list[list[int]]:
-        """All headers, in rank order."""
-        missing: dict[int, Exception] = {}
-        for rank, work in self.works:
-            try:
-                work.wait()
-            except RuntimeError as error:
-                missing.setdefault(rank, error)
-        if missing:
-            cause = next(iter(missing.values()))
-            raise RuntimeError(
-                f"gemm_ar: {ranks_text(sorted(missing))} of group '{self.group.name}' did not take part in this call "
-                f"(rank {self.group.rank} made it): {cause}"
-            ) from cause
-        return self.received.tolist()
+    def __call__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        a_scale: Tensor,
+        b_scale: Tensor,
+        quant: str,
+        *,
+        bias: Tensor | None = None,
+        out: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        wire: str = "bf16",
+    ) -> Tensor:
+        """See gemm_ar. With `out`, dense and of shape `[.., N]`, no memory is allocated; returns it."""
+        if self._group is None:
+            raise RuntimeError("GemmAllReduce: it is closed")
+        dtype = out.dtype if out is not None else out_dtype or torch.bfloat16
+        return run(Gemm(a, b, a_scale, b_scale, quant, bias, dtype, wire), self._group, self._workspace, out, self.n_max)
 
-    def agree(self) -> None:
-        """Raises on every rank unless all came with the same header."""
-        headers = self.wait()
-        refused = [rank for rank, header in enumerate(headers) if header == REFUSED]
-        if refused:
-            raise ValueError(f"gemm_ar: {ranks_text(refused)} of group '{self.group.name}' refused the arguments; see the error there")
-        differences = [field_text(field, values) for field, values in zip(HEADER_FIELDS, zip(*headers)) if len(set(values)) > 1]
-        if differences:
-            raise ValueError(f"gemm_ar: the ranks of group '{self.group.name}' disagree: {'; '.join(differences)}")
+    @property
+    def nbytes(self) -> int:
+        """Bytes of workspace on this rank."""
+        return self._workspace.nbytes
 
+    def close(self) -> None:
+        """Frees the workspace; further calls are refused. Closing twice is fine."""
+        self._group = None
+        self._workspace.blocks.clear()
 
-def field_text(field: str, values: tuple[int, ...]) -> str:
-    """Who came with what, like: M is 8 on rank 0, 9 on ranks 1, 2."""
-    names = {"out_dtype": OUT_DTYPES, "quant": QUANTS, "wire": WIRES, "bias": ("absent", "given")}.get(field)
-    ranks: dict[int, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    return f"{field} is " + ", ".join(f"{names[v] if names else v} on {ranks_text(r)}" for v, r in ranks.items())
+    def __enter__(self) -> GemmAllReduce:
+        return self
 
-
-def ranks_text(ranks: list[int]) -> str:
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
 
 
-def exchange(send: torch.Tensor, send_rows: list[int], receive: torch.Tensor, receive_rows: list[int], group: Group) -> None:
-    """Consecutive rows to and from each rank, moved as bytes: gloo does not know every dtype."""
-    dist.all_to_all_single(
-        receive.view(torch.uint8), send.view(torch.uint8), receive_rows, send_rows, group=group.process_group
-    )
-
-
-def add_in_rank_order(summands: torch.Tensor) -> torch.Tensor:
-    """[world, rows, N] -> [rows, N], whatever the number of rows the same order of additions."""
-    total = summands[0]
-    for summand in summands[1:]:
-        total += summand
-    return total
-
-
-def all_summands(partial: torch.Tensor, group: Group) -> torch.Tensor:
-    """Every rank's partial sum, [world, M, N]."""
-    summands = partial.new_empty(group.world, *partial.shape)
-    rows = [len(partial)] * group.world
-    exchange(partial.repeat(group.world, 1), rows, summands.flatten(0, 1), rows, group)
-    return summands
-
-
-def band_summands(partial: torch.Tensor, group: Group) -> torch.Tensor:
-    """Every rank's partial sum of this rank's band of rows, [world, rows, N]."""
-    bands = group.shares(len(partial))
-    rows = bands[group.rank]
-    summands = partial.new_empty(group.world, rows, partial.shape[1])
-    exchange(partial, bands, summands.flatten(0, 1), [rows] * group.world, group)
-    return summands
-
-
-def gather_bands(band: torch.Tensor, gathered: torch.Tensor, group: Group) -> None:
-    exchange(band.repeat(group.world, 1), [len(band)] * group.world, gathered, group.shares(len(gathered)), group)
-
-
-def encode_rows(rows: torch.Tensor) -> torch.Tensor:
-    """fp32 [rows, N] as bytes [rows, N + 4]: e4m3 codes, then the row's scale."""
-    tiny = torch.finfo(torch.float32).tiny  # a zero row must not divide by zero
-    scale = (rows.abs().amax(1, keepdim=True) / E4M3_MAX).clamp_min(tiny)
-    codes = (rows / scale).to(torch.float8_e4m3fn)
-    return torch.cat([codes.view(torch.uint8), scale.view(torch.uint8)], 1)
-
-
-def decode_rows(payload: torch.Tensor) -> torch.Tensor:
-    codes = payload[:, :-SCALE_BYTES].view(torch.float8_e4m3fn)
-    scale = payload[:, -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.float32)
-    return codes.float() * scale
-
-
-def one_shot(partial: torch.Tensor, gemm: Gemm, group: Group, out: torch.Tensor) -> None:
-    """Everyone's partial sums to everyone: one exchange, for few rows, where latency is what counts."""
-    total = gemm.with_bias(add_in_rank_order(all_summands(partial, group)))
-    out.copy_(total if gemm.wire == "bf16" else decode_rows(encode_rows(total)))  # rows have the bits of two_shot
-
-
-def two_shot(partial: torch.Tensor, gemm: Gemm, group: Group, out: torch.Tensor) -> None:
-    """Reduce-scatter and gather by bands of rows: each rank moves about two copies of the result, whatever the world."""
-    band = gemm.with_bias(add_in_rank_order(band_summands(partial, group)))
-    if gemm.wire == "bf16":
-        gather_bands(band.to(out.dtype), out, group)
-    else:
-        payload = torch.empty(len(out), out.shape[1] + SCALE_BYTES, dtype=torch.uint8)
-        gather_bands(encode_rows(band), payload, group)
-        out.copy_(decode_rows(payload))
-
-
-# Which one serves a call stands in csrc/gemm_ar/gemm_ar.cpp; the table looks only at what all ranks have agreed on.
-ALGORITHMS: dict[str, Callable[[torch.Tensor, Gemm, Group, torch.Tensor], None]] = {"one_shot": one_shot, "two_shot": two_shot}
-
-
-def run(gemm: Gemm, name: str, out: torch.Tensor | None) -> torch.Tensor:
-    group = Group.named(name)
+def run(gemm: Gemm, group: Group, workspace: Workspace, out: Tensor | None, n_max: int | None = None) -> Tensor:
     try:
         gemm.check(out)
+        if n_max is not None and gemm.columns > n_max:
+            raise ValueError(f"gemm_ar: N must be at most the n_max of this GemmAllReduce, {n_max}, got {gemm.columns}")
     except ValueError:
         if group.world > 1:
             Headers(REFUSED, group).wait()
@@ -314,20 +158,21 @@ def run(gemm: Gemm, name: str, out: torch.Tensor | None) -> torch.Tensor:
         torch.ops.mori.scaled_gemm.out(*gemm.operands, bias=gemm.bias, out=out)
         return out
     headers = Headers(gemm.header(), group)
-    partial = gemm.partial()
-    headers.agree()
-    if out.numel():
-        kernel = route("gemm_ar", device=out.device, world=group.world, m=gemm.rows, n=gemm.columns).kernel
-        ALGORITHMS[kernel](partial, gemm, group, out.view(gemm.rows, gemm.columns))
+    if out.numel() == 0:
+        headers.agree()
+        return out
+    kernel = route("gemm_ar", device=out.device, world=group.world, m=gemm.rows, n=gemm.columns).kernel
+    ALGORITHMS[kernel](gemm, group, headers, workspace, out.view(gemm.rows, gemm.columns))
     return out
 
 
 def _gemm_ar(a, b, a_scale, b_scale, quant, group_name, *, bias=None, out_dtype=None, wire="bf16"):
-    return run(Gemm(a, b, a_scale, b_scale, quant, bias, out_dtype or torch.bfloat16, wire), group_name, None)
+    gemm = Gemm(a, b, a_scale, b_scale, quant, bias, out_dtype or torch.bfloat16, wire)
+    return run(gemm, Group.named(group_name), Workspace(), None)
 
 
 def _gemm_ar_out(a, b, a_scale, b_scale, quant, group_name, *, bias=None, wire="bf16", out):
-    run(Gemm(a, b, a_scale, b_scale, quant, bias, out.dtype, wire), group_name, out)
+    run(Gemm(a, b, a_scale, b_scale, quant, bias, out.dtype, wire), Group.named(group_name), Workspace(), out)
 
 
 _library = torch.library.Library("mori", "IMPL")

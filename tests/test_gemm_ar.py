@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import mori_ops
-from mori_ops import distributed, reference
-from mori_ops.distributed import shard
+from mori_ops import collectives, reference
+from mori_ops.distributed import GemmAllReduce, shard
 from mori_ops.nn import Mxfp8Linear, RowParallelMxfp8Linear
 from tests import cases
 from tests.distributed_worker import Ranks
@@ -195,12 +195,12 @@ def check_random_sums(group) -> None:
 def test_the_route_says_which_algorithm_runs():
     assert mori_ops.route("gemm_ar", world=1, m=4096, n=7168).kernel == "plain"
     assert mori_ops.route("gemm_ar", world=2, m=1, n=7168).kernel == "one_shot"
-    assert mori_ops.route("gemm_ar", world=2, m=4096, n=7168).kernel == "two_shot"
+    assert mori_ops.route("gemm_ar", world=2, m=4096, n=7168).kernel == "bands"
 
 
 def check_rows_do_not_depend_on_m(group) -> None:
     a, b, a_scale, b_scale = random_operands(group.rank(), 70, 1024, 64, "mxfp8_raw")
-    for wire in distributed.WIRES:
+    for wire in collectives.WIRES:
         many = mori_ops.gemm_ar(a, b, a_scale, b_scale, "mxfp8_raw", group, wire=wire)
         few = mori_ops.gemm_ar(a[:5], b, a_scale[:5], b_scale, "mxfp8_raw", group, wire=wire)
         assert cases.same_bits(many[:5], few)
@@ -208,7 +208,7 @@ def check_rows_do_not_depend_on_m(group) -> None:
 
 def test_a_row_has_the_same_bits_by_every_algorithm(ranks):
     kernels = [mori_ops.route("gemm_ar", world=3, m=m, n=1024).kernel for m in (5, 70)]
-    assert kernels == ["one_shot", "two_shot"]
+    assert kernels == ["one_shot", "bands"]
     ranks.run(check_rows_do_not_depend_on_m, world=3)
 
 
@@ -296,6 +296,81 @@ def check_out(group) -> None:
 @pytest.mark.parametrize("world", [2, 3])
 def test_out_overload_fills_the_callers_tensor(ranks, world):
     ranks.run(check_out, world=world)
+
+
+def check_many_bands(group) -> None:
+    """Bands of 128 rows, the last one lower than the world; every algorithm's bits are those of one band."""
+    m, n, k = 128 * 3 + 1, 65, 96
+    for quant in cases.QUANTS:
+        exact = integer_operands(group.rank(), m, n, k, quant, 3)
+        expected = expected_sum(integer_operands, group.size(), m, n, k, quant, 3) + bias_of(n).double()
+        result = mori_ops.gemm_ar(*exact, quant, group, bias=bias_of(n), out_dtype=torch.float32)
+        assert torch.equal(result.double(), expected)
+    operands = random_operands(group.rank(), m, n, k, "mxfp8_raw")
+    for wire in collectives.WIRES:
+        whole = mori_ops.gemm_ar(*operands, "mxfp8_raw", group, wire=wire)
+        assert_same_on_all_ranks(whole, group)
+        first = [operands[0][:128], operands[1], operands[2][:128], operands[3]]
+        assert cases.same_bits(mori_ops.gemm_ar(*first, "mxfp8_raw", group, wire=wire), whole[:128])
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_rows_in_several_bands_have_the_bits_of_one(ranks, world):
+    heights = [collectives.band_height(rows) for rows in range(1, 9000)]
+    assert heights == sorted(heights) and all(height % 64 == 0 for height in heights)
+    ranks.run(check_many_bands, world=world)
+
+
+# --- several processes: the object of engines -------------------------------------------------------------------------
+
+
+def check_object(group) -> None:
+    with GemmAllReduce(m_max=130, n_max=65, group=group) as all_reduce:
+        before = all_reduce.nbytes
+        for seed, (m, n) in enumerate([(130, 65), (1, 33), (0, 65), (7, 65), (129, 64)]):
+            for quant, wire in zip(cases.QUANTS, ("bf16", "fp8", "bf16", "fp8")):
+                operands = random_operands(group.rank(), m, n, 64, quant, seed)
+                expected = mori_ops.gemm_ar(*operands, quant, group, bias=bias_of(n), wire=wire)
+                out = torch.full((m, n), torch.nan, dtype=torch.bfloat16)
+                assert all_reduce(*operands, quant, bias=bias_of(n), wire=wire, out=out) is out
+                assert cases.same_bits(out, expected)
+                assert cases.same_bits(all_reduce(*operands, quant, bias=bias_of(n), wire=wire), expected)
+        assert all_reduce.nbytes == before
+        for m in (131, 3 * 128 + 1):  # more than it was made for (D8): lower bands, no more memory
+            operands = random_operands(group.rank(), m, 65, 64, "mxfp8", m)
+            assert cases.same_bits(all_reduce(*operands, "mxfp8", wire="fp8"), mori_ops.gemm_ar(*operands, "mxfp8", group, wire="fp8"))
+        assert all_reduce.nbytes == before
+        text = message(ValueError, all_reduce, *random_operands(group.rank(), 3, 66, 64, "ptpc"), "ptpc")
+        assert text == "gemm_ar: N must be at most the n_max of this GemmAllReduce, 65, got 66"
+        assert cases.same_bits(all_reduce(*operands, "mxfp8", out_dtype=torch.float16), mori_ops.gemm_ar(*operands, "mxfp8", group, out_dtype=torch.float16))
+    all_reduce.close()
+    assert all_reduce.nbytes == 0
+    assert "GemmAllReduce: it is closed" in message(RuntimeError, all_reduce, *operands, "mxfp8")
+    assert_next_call_works(group)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_the_object_has_the_bits_of_the_operator_and_keeps_its_memory(ranks, world):
+    ranks.run(check_object, world=world)
+
+
+def check_object_is_refused_on_one_rank(group) -> None:
+    """One rank calls with more columns than it reserved for; the others learn of it."""
+    n_max = 33 if group.rank() == 1 else 64
+    operands = random_operands(group.rank(), 3, 64, 64, "ptpc")
+    with GemmAllReduce(8, n_max, group) as all_reduce:
+        text = message(ValueError, all_reduce, *operands, "ptpc")
+    assert ("n_max" if group.rank() == 1 else "rank 1 of group") in text
+    assert_next_call_works(group)
+
+
+def test_a_call_that_the_object_refuses_on_one_rank_raises_on_all(ranks):
+    ranks.run(check_object_is_refused_on_one_rank, world=3)
+
+
+def test_the_object_wants_a_size():
+    with pytest.raises(ValueError, match="m_max and n_max must be positive, got 0 and 8"):
+        GemmAllReduce(0, 8, "")
 
 
 # --- several processes: sequences and groups --------------------------------------------------------------------------

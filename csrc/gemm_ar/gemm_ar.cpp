@@ -23,12 +23,12 @@ void check(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::string quant
 // Partial sums that each rank receives in one_shot.
 constexpr int64_t received_bytes(const RouteDims& d) { return d[0] * d[1] * d[2] * int64_t{sizeof(float)}; }
 
-// Threshold: gloo on one host, N = 7168, best of 60, ms one_shot / two_shot, 2026-11-29. 2 ranks: 0.41 / 0.87 at M = 1,
+// Threshold: gloo on one host, N = 7168, best of 60, ms one_shot / bands, 2026-11-29. 2 ranks: 0.41 / 0.87 at M = 1,
 // 0.87 / 1.1 at 8 (448 KiB), 1.6 / 1.8 at 32. 4 ranks: 0.95 / 3.1 at M = 1, 2.0 / 3.0 at 4 (448 KiB), 6.5 / 5.0 at 16.
 constexpr Route kRoutes[] = {
     {"plain", [](const RouteDims& d) { return d[0] == 1; }, "one rank: scaled_gemm"},
     {"one_shot", [](const RouteDims& d) { return received_bytes(d) <= 512 * 1024; }, "up to 512 KiB of partial sums: one exchange"},
-    {"two_shot", nullptr, "reduce-scatter and gather by bands of rows: about two copies of the result per rank; same bits as one_shot"},
+    {"bands", nullptr, "reduce-scatter and gather by bands of rows during the GEMM: about two copies of the result per rank; same bits as one_shot"},
 };
 const RegisterRoutes kRegistered("gemm_ar", "cpu", kRoutes);
 

@@ -1,0 +1,2 @@
+#pragma once
+#include "../msl/matmul2d.h"

@@ -1,0 +1,215 @@
+"""Metal source to C++ that clang compiles: kernels and their parameters, `threadgroup` variables, `host_name` instantiations.
+
+Only what C++ cannot express is rewritten; line numbers stay. A construct that is not understood is a SyntaxError, never a guess.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+# In the order of msl::Source in include/msl/entry.h, after kBuffer.
+ATTRIBUTES = (
+    "thread_position_in_grid",
+    "thread_position_in_threadgroup",
+    "threadgroup_position_in_grid",
+    "threads_per_threadgroup",
+    "threads_per_grid",
+    "threadgroups_per_grid",
+    "thread_index_in_threadgroup",
+    "thread_index_in_simdgroup",
+    "simdgroup_index_in_threadgroup",
+    "simdgroups_per_threadgroup",
+    "threads_per_simdgroup",
+)
+SCALAR_ATTRIBUTES = ATTRIBUTES[6:]
+MAX_BUFFERS = 31
+BUFFER = 0
+
+
+@dataclass(frozen=True)
+class Parameter:
+    source: int  # BUFFER, or 1 + index in ATTRIBUTES
+    buffer: int  # -1 unless a buffer
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function with the `kernel` qualifier, as it stands in the source."""
+
+    name: str
+    parameters: tuple[Parameter, ...]
+    max_threads: int | None
+    is_template: bool
+    body: tuple[int, int]  # from its opening brace to the one that closes it
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What can be called: a kernel function, or a named instantiation of a template."""
+
+    name: str
+    expression: str  # the function in C++
+    function: Function
+
+
+def strip_comments(source: str) -> str:
+    """Comments become blanks; string literals stay."""
+    token = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.S)
+    return token.sub(lambda m: m[0] if m[0][0] == '"' else re.sub(r"[^\n]", " ", m[0]), source)
+
+
+def line_of(source: str, at: int) -> int:
+    return source.count("\n", 0, at) + 1
+
+
+def error(source: str, at: int, message: str) -> SyntaxError:
+    return SyntaxError(f"line {line_of(source, at)}: {message}")
+
+
+def closing(source: str, at: int) -> int:
+    """The position of the bracket that closes the one at `at`."""
+    opening = source[at]
+    end = {"(": ")", "{": "}", "[": "]", "<": ">"}[opening]
+    depth = 0
+    for i in range(at, len(source)):
+        depth += (source[i] == opening) - (source[i] == end)
+        if depth == 0:
+            return i
+    raise error(source, at, f"{opening} is never closed")
+
+
+def split_arguments(text: str) -> list[str]:
+    """Parts between commas that no bracket encloses."""
+    parts, depth, start = [], 0, 0
+    for i, c in enumerate(text):
+        depth += (c in "([{<") - (c in ")]}>")
+        if c == "," and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    return [*parts, text[start:]] if text[start:].strip() else parts
+
+
+def parse_parameters(source: str, begin: int, end: int, name: str) -> tuple[Parameter, ...]:
+    parameters, used, free = [], set[int](), 0
+    for text in split_arguments(source[begin:end]):
+        found = re.findall(r"\[\[\s*(\w+)\s*(?:\(\s*(\w+)\s*\))?\s*\]\]", text)
+        if len(found) > 1:
+            raise error(source, begin, f"kernel {name}: one attribute per parameter, got {text.strip()!r}")
+        attribute, argument = found[0] if found else ("buffer", "")
+        if attribute in ATTRIBUTES:
+            if attribute in SCALAR_ATTRIBUTES and not re.search(r"\b(uint|ushort|uint32_t|uint16_t)\b", text):
+                raise error(source, begin, f"kernel {name}: [[{attribute}]] is a scalar, ushort or uint")
+            parameters.append(Parameter(1 + ATTRIBUTES.index(attribute), -1))
+            continue
+        if attribute != "buffer":
+            raise error(source, begin, f"kernel {name}: attribute [[{attribute}]] is unknown or cannot be set through torch.mps")
+        if argument and not argument.isdigit():
+            raise error(source, begin, f"kernel {name}: write the buffer index as a number, got {argument}")
+        index = int(argument) if argument else free
+        if index >= MAX_BUFFERS or index in used:
+            raise error(source, begin, f"kernel {name}: buffer index {index} is {'used twice' if index in used else f'beyond {MAX_BUFFERS - 1}'}")
+        used.add(index)
+        free = index + 1
+        parameters.append(Parameter(BUFFER, index))
+    return tuple(parameters)
+
+
+KERNEL = re.compile(r"(?:\[\[\s*kernel\s*\]\]|(?<![\w])kernel\b)(?P<attributes>(?:\s*\[\[[^\]]*\]\])*)\s*void\s+(?P<name>\w+)\s*\(")
+
+
+def kernel_functions(source: str) -> dict[str, Function]:
+    functions = {}
+    for m in KERNEL.finditer(source):
+        name, head = m["name"], source[: m.start()].rstrip()
+        end = closing(source, m.end() - 1)
+        brace = re.compile(r"\s*\{").match(source, end + 1)
+        if brace is None:
+            raise error(source, m.start(), f"kernel {name} has no body")
+        if name in functions:
+            raise error(source, m.start(), f"kernel {name} is defined twice: kernels cannot be overloaded")
+        before = re.search(r"(\[\[[^\[\]]*\]\]\s*)+$", head)
+        limit = re.search(r"max_total_threads_per_threadgroup\s*\(\s*(\d+)\s*\)", (before[0] if before else "") + m["attributes"])
+        is_template = re.search(r"\btemplate\s*<[^;{}]*>$", head[: before.start()].rstrip() if before else head) is not None
+        parameters = parse_parameters(source, m.end(), end, name)
+        body = (brace.end() - 1, closing(source, brace.end() - 1))
+        functions[name] = Function(name, parameters, int(limit[1]) if limit else None, is_template, body)
+    return functions
+
+
+INSTANTIATION = re.compile(r'template\s*\[\[\s*host_name\s*\(\s*"(?P<name>[^"]+)"\s*\)\s*\]\]\s*(?P<declaration>[^;]*);')
+
+
+def instantiations(source: str, functions: dict[str, Function]) -> list[Kernel]:
+    kernels = []
+    for m in INSTANTIATION.finditer(source):
+        call = re.search(r"\b(\w+)\s*<[^;()]*?>\s*(?=\(|$)", m["declaration"].strip())
+        if call is None or call[1] not in functions:
+            raise error(source, m.start(), f"instantiation {m['name']!r} names no kernel template")
+        kernels.append(Kernel(m["name"], call[0].strip(), functions[call[1]]))
+    return kernels
+
+
+# `threadgroup float a[8], b;` in statement position; what has a * or & is a pointer or reference and stays.
+VARIABLE = re.compile(r"(?<=[;{}\n])(?P<space>[ \t]*)threadgroup\s+(?P<declaration>[^;{}()]*);")
+DECLARATOR = re.compile(r"\s*(?P<name>\w+)\s*(?P<dimensions>(?:\[[^\[\]]*\]\s*)*)")
+TYPE = re.compile(r"(?P<type>(?:struct\s+)?[\w:]+(?:\s*<[^;]*?>)?)(?=\s+\w+\s*(?:\[|,|$))")
+
+
+def rewrite_variables(source: str, bodies: list[tuple[int, int]]) -> str:
+    def replace(m: re.Match[str]) -> str:
+        declaration = " ".join(m["declaration"].split())
+        if re.search(r"[*&]", re.sub(r"\[[^\]]*\]", "", declaration)):
+            return m[0]
+        if not any(begin < m.start("declaration") < end for begin, end in bodies):
+            raise error(source, m.end(), "threadgroup variables are declared in kernel functions only")
+        kind = TYPE.match(declaration)
+        if kind is None:
+            raise error(source, m.end(), f"threadgroup declaration not understood: {declaration}")
+        rewritten = []
+        for text in split_arguments(declaration[kind.end() :]):
+            declarator = DECLARATOR.fullmatch(text)
+            if declarator is None:
+                raise error(source, m.end(), f"threadgroup declaration not understood: {declaration}")
+            rewritten.append(f"MSL_THREADGROUP({declarator['name']}, {declarator['dimensions'].strip()}, {kind['type']})")
+        return m["space"] + " ".join(rewritten) + "\n" * m["declaration"].count("\n")
+
+    return VARIABLE.sub(replace, source)
+
+
+def translate(source: str) -> tuple[str, list[Kernel]]:
+    """The C++ and its kernels in the order of their entry points."""
+    try:
+        source.encode("ascii")
+    except UnicodeEncodeError as e:
+        raise error(source, e.start, f"torch.mps takes ASCII only, got {source[e.start]!r}") from None
+    text = strip_comments(source)
+    functions = kernel_functions(text)
+    kernels = [Kernel(f.name, f.name, f) for f in functions.values() if not f.is_template] + instantiations(text, functions)
+    if len({k.name for k in kernels}) != len(kernels):
+        raise SyntaxError("two kernels have the same name")
+    text = INSTANTIATION.sub(lambda m: "\n" * m[0].count("\n"), text)
+    # Back to front, so that positions stay right.
+    for function in sorted(kernel_functions(text).values(), key=lambda f: -f.body[0]):
+        begin = function.body[0] + 1
+        text = text[:begin] + " MSL_KERNEL_BEGIN;" + text[begin:]
+    text = rewrite_variables(text, [f.body for f in kernel_functions(text).values()])
+    text = re.sub(r"\[\[\s*(?:kernel|max_total_threads_per_threadgroup\s*\([^)]*\))\s*\]\]", "", text)
+    for attribute in (*ATTRIBUTES, "buffer"):
+        text = re.sub(rf"\[\[\s*{attribute}\b[^\]]*\]\]", "", text)
+    return text, kernels
+
+
+def entry_points(kernels: list[Kernel]) -> str:
+    lines = ['extern "C" {']
+    for i, kernel in enumerate(kernels):
+        parameters = kernel.function.parameters
+        table = ", ".join(f"{{msl::Source({p.source}), {p.buffer}}}" for p in parameters)
+        lines += [
+            f"void msl_entry_{i}(void** buffers) {{",
+            f"  static const msl::Parameter parameters[] = {{{table or '{}'}}};",
+            f"  msl::call(&{kernel.expression}, parameters, buffers);",
+            "}",
+            f"void msl_describe_{i}(msl::BufferType* types) {{ msl::describe(&{kernel.expression}, types); }}",
+        ]
+    return "\n".join([*lines, "}", ""])

@@ -1,0 +1,110 @@
+"""Compilers of the emulator, and the folder that keeps what they built: build/metal, by content."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.machinery
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+HERE = Path(__file__).parent
+BUILD = HERE.parents[1] / "build" / "metal"
+
+SHADER_FLAGS = (
+    # As Metal without fast math: no contraction, half and bfloat rounded after every operation, literals are float.
+    *("-std=c++20", "-fPIC", "-shared", "-nostdinc++", "-nostdlib", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-exceptions", "-fno-rtti"),
+    *("-Xclang", "-cl-single-precision-constant"),
+    *("-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
+    *("-fno-sanitize=all", "-fvisibility=default", "-ftrivial-auto-var-init=pattern"),
+    *("-Wall", "-Wno-unknown-attributes", "-Wno-ignored-attributes", "-Wno-unused", "-Wno-user-defined-literals", "-Wno-unknown-pragmas", "-Wno-psabi"),
+)
+FAST_FLAGS = ("-O2",)
+UNDEFINED = "alignment,array-bounds,signed-integer-overflow,integer-divide-by-zero,shift-base,shift-exponent,float-cast-overflow"
+CHECKED_FLAGS = (
+    *("-O1", "-fno-vectorize", "-fno-slp-vectorize", "-DMSL_CHECKED"),
+    *("-Xclang", "-fsanitize-coverage-type=1", "-Xclang", "-fsanitize-coverage-trace-loads", "-Xclang", "-fsanitize-coverage-trace-stores"),
+    *("-Xclang", f"-fsanitize={UNDEFINED}"),
+)
+
+
+class CompileError(Exception):
+    """What the compiler said."""
+
+
+def missing() -> str | None:
+    """Why shaders cannot be compiled here, or None."""
+    if importlib.util.find_spec("ziglang") is None:
+        return "the emulator compiles with ziglang: pip install the test extra"
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
+        return "the emulator runs on Linux, x86-64 or aarch64"
+    return None
+
+
+def content_hash(*parts: str | bytes | Path) -> str:
+    digest = hashlib.sha256()
+    for part in parts:
+        data = part.read_bytes() if isinstance(part, Path) else part.encode() if isinstance(part, str) else part
+        digest.update(len(data).to_bytes(8, "little") + data)
+    return digest.hexdigest()[:24]
+
+
+def build(target: Path, command: Callable[[Path], list[str]]) -> Path:
+    """Runs command(temporary output) unless the target exists; several processes may do so at once."""
+    if not target.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        temporary = target.with_name(f"{target.name}.{os.getpid()}")
+        done = subprocess.run(command(temporary), text=True, capture_output=True)
+        if done.returncode:
+            raise CompileError(done.stderr)
+        os.replace(temporary, target)
+    return target
+
+
+@cache
+def runtime() -> ModuleType:
+    """The runtime as a Python module, built with the compiler that builds extensions."""
+    sources = sorted((HERE / "runtime").iterdir())
+    name = "msl_runtime_" + content_hash(HERE / "include/msl/runtime.h", *sources, sys.version, torch.__version__)
+    includes = [sysconfig.get_path("include"), str(Path(torch.__file__).parent / "include")]
+    compiler = shlex.split(os.environ.get("CXX", "c++"))
+
+    def command(output: Path) -> list[str]:
+        flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", f"-DMSL_MODULE_NAME={name}", *(f"-I{i}" for i in includes)]
+        return [*compiler, *flags, str(HERE / "runtime" / "runtime.cpp"), "-o", str(output), "-ldl"]
+
+    path = build(BUILD / (name + ".so"), command)
+    loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+    spec = importlib.util.spec_from_file_location(name, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def compile_shader(code: str, *, metal_version: int, checked: bool) -> Path:
+    """A shared object of translated Metal source."""
+    headers = sorted(p for p in (HERE / "include").rglob("*") if p.is_file())
+    target = {"x86_64": "-march=x86_64_v3", "aarch64": "-mcpu=generic+fp16"}[platform.machine()]
+    flags = [*SHADER_FLAGS, *(CHECKED_FLAGS if checked else FAST_FLAGS), target, f"-D__METAL_VERSION__={metal_version}"]
+    if metal_version >= 400:
+        flags.append("-D__HAVE_TENSOR__=1")
+    name = content_hash(code, *headers, *flags, importlib.metadata.version("ziglang"))
+    file = BUILD / f"{name}.cpp"
+
+    def command(output: Path) -> list[str]:
+        file.write_text(code)
+        return [sys.executable, "-m", "ziglang", "cc", "-x", "c++", *flags, f"-I{HERE / 'include'}", str(file), "-o", str(output)]
+
+    return build(BUILD / f"{name}.so", command)

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 ROOT = Path(__file__).parent
 TORCH_TARGET = "0x020b000000000000"  # 2.11: the first stable ABI that knows float8_e8m0fnu
@@ -101,6 +102,23 @@ def default_jobs() -> int:
     return max(1, min(cores, memory // JOB_BYTES))
 
 
+class BuildPackage(build_py):
+    """The Metal sources go along as mori_ops/metal/, to be compiled at run time; mori_ops/mps.py reads a checkout's csrc/ itself."""
+
+    def metal_files(self) -> list[tuple[str, str]]:
+        names = [] if self.editable_mode else sources(".metal")
+        return [(name, str(Path(self.build_lib, "mori_ops", "metal", Path(name).relative_to("csrc")))) for name in names]
+
+    def run(self) -> None:
+        super().run()
+        for name, target in self.metal_files():
+            self.mkpath(os.path.dirname(target))
+            self.copy_file(name, target)
+
+    def get_outputs(self, include_bytecode: bool = True) -> list[str]:
+        return super().get_outputs(include_bytecode) + [target for _, target in self.metal_files()]
+
+
 def extension() -> dict:
     # torch looks for ninja on PATH: the environment's own is not there when the environment was not activated.
     os.environ["PATH"] += os.pathsep + os.path.dirname(sys.executable)
@@ -116,7 +134,7 @@ def extension() -> dict:
                 refuse("the library is built against an installed torch: install torch >= 2.11 first")
 
         # Metadata and the sdist need no torch.
-        return {"ext_modules": [Extension("mori_ops._C", sources=[])], "cmdclass": {"build_ext": NeedsTorch}}
+        return {"ext_modules": [Extension("mori_ops._C", sources=[])], "cmdclass": {"build_ext": NeedsTorch, "build_py": BuildPackage}}
     if tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) < (2, 11):
         refuse(f"needs torch >= 2.11 (float8_e8m0fnu in the stable ABI), found torch {torch.__version__}")
 
@@ -159,7 +177,7 @@ def extension() -> dict:
     )
     return {
         "ext_modules": [module],
-        "cmdclass": {"build_ext": BuildExtension},
+        "cmdclass": {"build_ext": BuildExtension, "build_py": BuildPackage},
         "options": {"bdist_wheel": {"py_limited_api": "cp310"}},
     }
 

@@ -1,5 +1,6 @@
 // Every operator's schema, once. Kernels register themselves at the end of their backend's file.
-// `out_dtype=None` and `sm_scale=None` stand for the defaults written in mori_ops/ops.py.
+// `out_dtype=None` and `sm_scale=None` stand for the defaults written in mori_ops/ops.py. `_<op>_check` is an operator's argument check
+// alone, for the operators whose launcher is in Python (mori_ops/distributed.py, mori_ops/mps.py).
 #include "common/check.h"
 
 STABLE_TORCH_LIBRARY(mori, m) {
@@ -40,6 +41,11 @@ STABLE_TORCH_LIBRARY(mori, m) {
   m.def("qsa_merge(Tensor partial, Tensor lse, *, Tensor? gate=None, ScalarType? out_dtype=None) -> Tensor");
   m.def("qsa_merge.out(Tensor partial, Tensor lse, *, Tensor? gate=None, Tensor(a!) out) -> ()");
 
+  m.def("_kv_quantize_check(Tensor x, Tensor? codes, Tensor? scale) -> ()");
+  m.def("_qsa_flash_check(Tensor q, Tensor k, Tensor v, Tensor ids, Tensor? k_scale, Tensor? v_scale, Tensor? gate, float? sm_scale, ScalarType? out_dtype, Tensor? out) -> ()");
+  m.def("_qsa_attn_check(Tensor q, Tensor k, Tensor v, Tensor ids, Tensor? k_scale, Tensor? v_scale, float? sm_scale, int splits, Tensor? partial, Tensor? lse) -> ()");
+  m.def("_qsa_merge_check(Tensor partial, Tensor lse, Tensor? gate, ScalarType? out_dtype, Tensor? out) -> ()");
+
   // Q8_0 projection for verify windows (csrc/gr/*)
   m.def("q8_0_quantize(Tensor w) -> Tensor");
   m.def("q8_0_quantize.out(Tensor w, *, Tensor(a!) out) -> ()");
@@ -47,6 +53,9 @@ STABLE_TORCH_LIBRARY(mori, m) {
   m.def("q8_0_dequantize.out(Tensor w, *, Tensor(a!) out) -> ()");
   m.def("gr_down(Tensor x, Tensor w, *, Tensor? norm_weight=None, float eps=1e-6, int hc=4, str variant=\"auto\") -> Tensor");
   m.def("gr_down.out(Tensor x, Tensor w, *, Tensor? norm_weight=None, float eps=1e-6, int hc=4, str variant=\"auto\", Tensor(a!) out) -> ()");
+  m.def("_q8_0_quantize_check(Tensor w, Tensor? out) -> ()");
+  m.def("_q8_0_dequantize_check(Tensor w, ScalarType? out_dtype, Tensor? out) -> ()");
+  m.def("_gr_down_check(Tensor x, Tensor w, Tensor? norm_weight, float eps, int hc, str variant, Tensor? out) -> ()");
 
   // About the library itself (csrc/common/route.cpp)
   m.def("build_info() -> str");

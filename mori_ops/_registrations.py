@@ -185,6 +185,10 @@ def register(built: str) -> dict[str, dict[str, bool]]:
     for op, fake in _FAKES.items():
         torch.library.register_fake(f"mori::{op}", _on_one_device(op, "default", fake))
         torch.library.register_fake(f"mori::{op}.out", _on_one_device(op, "out", _out_fake))
+    if torch.backends.mps.is_built():
+        from mori_ops import mps
+
+        mps.register(_library)
     for device in ("cpu", "cuda"):
         _register_linear_autocast(device, f"Autocast{DEVICES[device]}")
     table = {op: {device: has_kernel(op, device) for device in DEVICES} for op in OPS}

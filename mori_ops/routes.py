@@ -40,5 +40,10 @@ def route(op: str, *, device: str | torch.device = "cpu", **dims: int) -> Route:
     names = DIMENSIONS[op]
     if set(dims) != set(names):
         raise TypeError(f"route: {op} takes the dimensions {', '.join(names)}, got {', '.join(dims) or 'none'}")
+    if torch.device(device).type == "mps" and torch.backends.mps.is_built():
+        from mori_ops import mps
+
+        if op in mps.ROUTES:
+            return mps.route(op, **dims)
     kernel, why = torch.ops.mori._route(op, torch.device(device).type, [dims[name] for name in names]).split("\t")
     return Route(kernel, why)

@@ -71,3 +71,56 @@ KvQuantizeShape check_kv_quantize(const Tensor& x) {
 }
 
 }  // namespace mori::qsa
+
+// The checks alone, of the functional form or, with outputs, of the .out form: for the launchers of mori_ops/mps.py.
+namespace mori::qsa {
+namespace {
+
+using MaybeTensor = std::optional<Tensor>;
+
+const Tensor* pointer(const MaybeTensor& t) { return t ? &*t : nullptr; }
+
+void kv_quantize(const Tensor& x, MaybeTensor codes, MaybeTensor scale) {
+  const KvQuantizeShape shape = check_kv_quantize(x);
+  if (codes) check_out("kv_quantize", "codes", *codes, shape.code_sizes, {ScalarType::Char}, {&x});
+  if (scale) check_out("kv_quantize", "scale", *scale, shape.scale_sizes, {ScalarType::Half}, {&x, pointer(codes)});
+}
+
+void flash(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ids, MaybeTensor k_scale, MaybeTensor v_scale, MaybeTensor gate,
+           std::optional<double> sm_scale, std::optional<ScalarType> out_dtype, MaybeTensor out) {
+  constexpr const char* op = "qsa_flash";
+  check_attn(op, q, k, v, ids, k_scale, v_scale, gate, sm_scale);
+  check_out_dtype(op, out_dtype, q.scalar_type());
+  if (out) check_out(op, "out", *out, sizes_of(q), kFloats, {&q, &k, &v, &ids, pointer(k_scale), pointer(v_scale), pointer(gate)});
+}
+
+void attn(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ids, MaybeTensor k_scale, MaybeTensor v_scale,
+          std::optional<double> sm_scale, int64_t splits, MaybeTensor partial, MaybeTensor lse) {
+  constexpr const char* op = "qsa_attn";
+  const AttnShape s = check_attn(op, q, k, v, ids, k_scale, v_scale, std::nullopt, sm_scale);
+  if (partial) {
+    MORI_CHECK(partial->dim() == 4 && partial->size(0) >= 1, op, ": partial must be [splits, T, Hq, D] with at least one split, got ", describe(*partial));
+    splits = partial->size(0);
+    check_out(op, "partial", *partial, {splits, s.tokens, s.q_heads, s.dim}, {ScalarType::Float}, {&q, &k, &v, &ids, pointer(k_scale), pointer(v_scale)});
+  }
+  if (lse)
+    check_out(op, "lse", *lse, {splits, s.tokens, s.q_heads}, {ScalarType::Float}, {&q, &k, &v, &ids, pointer(k_scale), pointer(v_scale), pointer(partial)});
+  MORI_CHECK(splits >= 1, op, ": splits must be at least 1, got ", splits);
+}
+
+void merge(const Tensor& partial, const Tensor& lse, MaybeTensor gate, std::optional<ScalarType> out_dtype, MaybeTensor out) {
+  constexpr const char* op = "qsa_merge";
+  const MergeShape s = check_merge(partial, lse, gate);
+  check_out_dtype(op, out_dtype, ScalarType::Float);
+  if (out) check_out(op, "out", *out, {s.tokens, s.heads, s.dim}, kFloats, {&partial, &lse, pointer(gate)});
+}
+
+}  // namespace
+}  // namespace mori::qsa
+
+STABLE_TORCH_LIBRARY_IMPL(mori, CompositeExplicitAutograd, m) {
+  m.impl("_kv_quantize_check", TORCH_BOX(&mori::qsa::kv_quantize));
+  m.impl("_qsa_flash_check", TORCH_BOX(&mori::qsa::flash));
+  m.impl("_qsa_attn_check", TORCH_BOX(&mori::qsa::attn));
+  m.impl("_qsa_merge_check", TORCH_BOX(&mori::qsa::merge));
+}

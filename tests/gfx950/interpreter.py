@@ -55,6 +55,7 @@ class Schedule:
     seed: int = 0
     soffset_checked: bool = True
     resident: int = 1  # workgroups of one launch in flight
+    caches: bool = False  # model the caches: stores and loads reach as far as their scope says, no further
     budget: int = 200_000_000
 
 
@@ -111,7 +112,7 @@ class _Buffer(ctypes.Structure):
 
 
 class _Policy(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_int32) for n in ("retire", "order", "quantum", "seed", "soffset_checked", "resident")] + [("budget", ctypes.c_uint64)]
+    _fields_ = [(n, ctypes.c_int32) for n in ("retire", "order", "quantum", "seed", "soffset_checked", "resident", "caches", "unused")] + [("budget", ctypes.c_uint64)]
 
 
 class _Error(ctypes.Structure):
@@ -224,7 +225,7 @@ class Machine:
             stats.append(self._prepare(launch, c, keep))
         buffers = (_Buffer * len(self._arrays))(*[_Buffer(self._addresses[id(a)], a.nbytes, a.ctypes.data) for a in self._arrays])
         policy = _Policy(("late", "early", "random").index(schedule.retire), ("forward", "reverse", "random").index(schedule.order), schedule.quantum,
-                         schedule.seed, schedule.soffset_checked, schedule.resident, schedule.budget)  # fmt: skip
+                         schedule.seed, schedule.soffset_checked, schedule.resident, schedule.caches, 0, schedule.budget)  # fmt: skip
         error = _Error()
         if core().gfx950_run(c_launches, len(launches), buffers, len(buffers), ctypes.byref(policy), ctypes.byref(error)):
             raise _hazard(error, launches)

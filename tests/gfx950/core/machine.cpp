@@ -1,5 +1,5 @@
 // Launches, workgroups and the order in which waves run; the C interface that interpreter.py loads.
-#include <numeric>
+#include <map>
 
 #include "transfers.h"
 
@@ -26,6 +26,8 @@ struct Error {
   i32 launch, pc, wave, workgroup[3];
 };
 
+constexpr u32 kXcds = 8;
+
 enum State { kRunning, kAtBarrier, kEnded };
 
 struct Runner {  // a wave and where it stands
@@ -40,11 +42,14 @@ struct Workgroup {
   u32 id[3];
   bool traced;
   Lds lds;
+  Cache l1;
+  Path path;
   std::vector<std::unique_ptr<Runner>> waves;
 
-  Workgroup(const Launch& l, const std::vector<Code>& c, u64 index, Memory& memory, const Policy& policy)
+  Workgroup(const Launch& l, const std::vector<Code>& c, u64 index, Memory& memory, Cache* l2, Cache* device, const Policy& policy)
       : launch(&l), code(&c), id{u32(index % l.grid[0]), u32(index / l.grid[0] % l.grid[1]), u32(index / l.grid[0] / l.grid[1])},
-        traced(l.trace && index == 0), lds(l.lds_bytes, int((l.block[0] * l.block[1] * l.block[2] + 63) / 64)) {
+        traced(l.trace && index == 0), lds(l.lds_bytes, int((l.block[0] * l.block[1] * l.block[2] + 63) / 64)),
+        path(memory, policy.caches ? std::vector<Cache*>{&l1, l2, device} : std::vector<Cache*>{}) {
     const u32 threads = l.block[0] * l.block[1] * l.block[2];
     for (u32 w = 0; w * kLanes < threads; ++w) {
       auto r = std::make_unique<Runner>();
@@ -59,7 +64,7 @@ struct Workgroup {
         r->wave.v[0][lane] = t % l.block[0] | t / l.block[0] % l.block[1] << 10 | t / l.block[0] / l.block[1] << 20;
       }
       r->wave.set64(kExec, exec);
-      r->memory = std::make_unique<WaveMemory>(r->wave, lds, memory, int(w), l.scratch_bytes, policy);
+      r->memory = std::make_unique<WaveMemory>(r->wave, lds, path, int(w), l.scratch_bytes, policy);
       waves.push_back(std::move(r));
     }
   }
@@ -103,7 +108,8 @@ struct Workgroup {
         r.memory->finish();
         r.state = kEnded;
         break;
-      case kClassNop: case kClassSleep: case kClassCache: break;
+      case kClassCache: r.memory->cache(c); break;
+      case kClassNop: case kClassSleep: break;
     }
     r.wave.pc = jump ? c.in->mod[kTarget] : r.wave.pc + 1;
   }
@@ -130,6 +136,7 @@ class Machine {
       next_.assign(size_t(n_), 0);
       where(0, -1, -1, nullptr);
       while (admit()) round();
+      for (u32 device : ended_) release(device);
     } catch (const Hazard& h) {
       fill(error_->kind, sizeof error_->kind, h.kind);
       fill(error_->text, sizeof error_->text, h.text);
@@ -144,13 +151,25 @@ class Machine {
     for (int d = 0; d < 3; ++d) error_->workgroup[d] = workgroup ? i32(workgroup[d]) : -1;
   }
   bool admit() {
-    for (int i = 0; i < n_; ++i) {
-      const u64 all = u64(launches_[i].grid[0]) * launches_[i].grid[1] * launches_[i].grid[2];
-      for (int here = int(std::count_if(live_.begin(), live_.end(), [&](const auto& w) { return w->launch == &launches_[i]; }));
-           here < policy_.resident && next_[size_t(i)] < all; ++here)
-        live_.push_back(std::make_unique<Workgroup>(launches_[i], code_[size_t(i)], next_[size_t(i)]++, memory, policy_));
-    }
+    for (int i = 0; i < n_; ++i)
+      for (i64 free = policy_.resident - in_flight(i); free > 0 && next_[size_t(i)] < workgroups(i); --free) start(i);
     return !live_.empty();
+  }
+  u64 workgroups(int launch) const {
+    const Launch& l = launches_[launch];
+    return u64(l.grid[0]) * l.grid[1] * l.grid[2];
+  }
+  i64 in_flight(int launch) const {
+    return std::count_if(live_.begin(), live_.end(), [&](const auto& w) { return w->launch == &launches_[launch]; });
+  }
+  void release(u32 device) {  // the end of a kernel is a release at system scope; here it comes when the other kernels have ended too
+    for (auto& [key, l2] : l2_)
+      if (key.first == device) Path(memory, {nullptr, &l2, &device_[device]}).writeback(kSystemScope);
+  }
+  void start(int launch) {
+    const u64 index = next_[size_t(launch)]++;
+    const u32 device = launches_[launch].device;
+    live_.push_back(std::make_unique<Workgroup>(launches_[launch], code_[size_t(launch)], index, memory, &l2_[{device, u32(index % kXcds)}], &device_[device], policy_));
   }
   // Every wave that can run gets one turn: until a barrier, its end, a sleep or the quantum.
   void round() {
@@ -165,7 +184,11 @@ class Machine {
       where(int(w->launch - launches_), w->waves[0]->wave.pc - 1, 0, w->id);
       w->release_barrier();
     }
-    live_.erase(std::remove_if(live_.begin(), live_.end(), [](const auto& w) { return w->ended(); }), live_.end());
+    for (auto it = live_.begin(); it != live_.end();) {
+      const int launch = int((*it)->launch - launches_);
+      it = (*it)->ended() ? live_.erase(it) : it + 1;
+      if (next_[size_t(launch)] == workgroups(launch) && !in_flight(launch)) ended_.push_back(launches_[launch].device);
+    }
   }
   void turn(Workgroup& w, int i) {
     Runner& r = *w.waves[size_t(i)];
@@ -188,6 +211,9 @@ class Machine {
   std::vector<std::vector<Code>> code_;
   std::vector<u64> next_;
   std::vector<std::unique_ptr<Workgroup>> live_;
+  std::map<std::pair<u32, u32>, Cache> l2_;  // by device and XCD; workgroups are dealt to the XCDs in turn
+  std::map<u32, Cache> device_;
+  std::vector<u32> ended_;
   u64 steps_ = 0;
 };
 

@@ -17,6 +17,8 @@ struct Policy {
   i32 seed;
   i32 soffset_checked;  // does the raw-buffer range check see soffset?
   i32 resident;         // workgroups in flight per launch
+  i32 caches;           // model L1, L2 and device-wide caching
+  i32 unused;
   u64 budget;           // instructions in all, then "no progress"
 };
 
@@ -25,12 +27,13 @@ struct Counters {  // per instruction of the program
 };
 
 struct Transfer {
-  enum Kind { kVector, kDma, kWrite, kRmw, kDsRead, kDsWrite, kScalar, kNothing } kind;
+  enum Kind { kVector, kDma, kWrite, kRmw, kDsRead, kDsWrite, kScalar, kWriteback, kNothing } kind;
   const Code* code;
   Operand dst;
   int bytes, parts = 1, registers = 0;
   u64 exec;
   bool applied = false;
+  Scope scope = kWaveScope;
   u64 addr[kLanes];        // global address, or LDS address of the first part
   u64 addr2[kLanes];       // LDS address of the second part
   u32 lds[kLanes];         // DMA: destination
@@ -40,7 +43,7 @@ struct Transfer {
 
 class WaveMemory {
  public:
-  WaveMemory(Wave& w, Lds& lds, Memory& memory, int id, u32 scratch_bytes, const Policy& policy)
+  WaveMemory(Wave& w, Lds& lds, Path& memory, int id, u32 scratch_bytes, const Policy& policy)
       : w_(w), lds_(lds), memory_(memory), policy_(policy), id_(id), scratch_(size_t(scratch_bytes) * kLanes, Lds::kPoison), scratch_bytes_(scratch_bytes) {}
 
   u32 epoch = 0;  // barriers passed
@@ -62,16 +65,26 @@ class WaveMemory {
       if (t->kind == Transfer::kDma) throw Hazard{"lds-write-at-end", "a transfer into LDS is still in flight when the wave ends"};
     wait(0, 0);
   }
-  // Lets the oldest operation of a queue take effect, as memory may at any time.
+  // Lets operations take effect as memory may at any time: in any order as long as no two of them meet at an address.
   void drift(std::mt19937& random) {
     for (auto* q : {&vm_, &lgkm_})
-      for (auto& t : *q)
-        if (!t->applied && !(t->kind == Transfer::kScalar && random() % 2)) {
-          if (random() % 4 == 0) apply(*t);
-          break;
-        }
+      for (size_t i = 0; i < q->size(); ++i) {
+        Transfer& t = *(*q)[i];
+        if (t.applied || random() % 8) continue;
+        bool free = true;
+        for (size_t j = 0; j < i; ++j) free = free && ((*q)[j]->applied || independent(*(*q)[j], t));
+        if (free) apply(t);
+      }
+    memory_.jitter(random);
   }
 
+  void cache(const Code& c) {
+    const Scope scope = Scope(c.in->mod[kSc0] + 2 * c.in->mod[kSc1]);
+    if (c.what == kInvalidate) return memory_.invalidate(scope);
+    auto t = start(c, Transfer::kWriteback);
+    t->scope = scope;
+    push(vm_, std::move(t));
+  }
   void smem(const Code& c) {
     const Inst& in = *c.in;
     auto t = start(c, Transfer::kScalar);
@@ -119,6 +132,7 @@ class WaveMemory {
     const bool loads = c.mem && !store && !dma;
     auto t = start(c, dma ? Transfer::kDma : store ? Transfer::kWrite : c.atomic ? Transfer::kRmw : Transfer::kVector);
     t->bytes = c.mem ? c.mem->bytes : c.atomic->bytes;
+    t->scope = c.atomic ? (in.mod[kSc1] ? kSystemScope : kAgentScope) : Scope(in.mod[kSc0] + 2 * in.mod[kSc1]);
     const bool swap_pair = c.atomic && !std::strncmp(c.atomic->name, "cmpswap", 7);
     t->registers = std::max(1, t->bytes / 4);
     // Where the operands stand: buffer_* [data] address resource soffset; others [result] address [data] base.
@@ -154,6 +168,23 @@ class WaveMemory {
     auto t = std::make_unique<Transfer>();
     t->kind = kind, t->code = &c, t->exec = w_.exec();
     return t;
+  }
+  // Whether the later of two operations of one queue may overtake the earlier: only plain accesses to different addresses.
+  static bool independent(const Transfer& a, const Transfer& b) {
+    const auto plain = [](const Transfer& t) { return t.kind == Transfer::kVector || t.kind == Transfer::kDma || t.kind == Transfer::kWrite; };
+    if (a.kind == Transfer::kScalar && b.kind == Transfer::kScalar) return true;
+    if (!plain(a) || !plain(b) || a.code->space == kScratch || b.code->space == kScratch) return false;
+    if (a.kind == Transfer::kDma && b.kind == Transfer::kDma && a.lds[0] == b.lds[0]) return false;
+    if (a.dst.kind != kNone && b.dst.kind != kNone) return false;  // loads into registers come back in order
+    const auto [a0, a1] = extent(a);
+    const auto [b0, b1] = extent(b);
+    return a1 <= b0 || b1 <= a0 || (a.kind != Transfer::kWrite && b.kind != Transfer::kWrite);
+  }
+  static std::pair<u64, u64> extent(const Transfer& t) {
+    u64 low = ~0ull, high = 0;
+    for (int l = 0; l < kLanes; ++l)
+      if (t.exec >> l & 1) low = std::min(low, t.addr[l]), high = std::max(high, t.addr[l] + u64(t.bytes));
+    return {low, high};
   }
   void push(Queue& q, std::unique_ptr<Transfer> t) {
     if (policy_.retire == Policy::kEarly) apply(*t);
@@ -249,7 +280,8 @@ class WaveMemory {
   void apply(Transfer& t) {
     t.applied = true;
     if (t.kind == Transfer::kNothing) return;
-    if (t.kind == Transfer::kScalar) return memory_.read(t.addr[0], 4 * t.registers, reinterpret_cast<u8*>(&w_.s[t.dst.index]));
+    if (t.kind == Transfer::kWriteback) return memory_.writeback(t.scope);
+    if (t.kind == Transfer::kScalar) return memory_.read(t.addr[0], 4 * t.registers, reinterpret_cast<u8*>(&w_.s[t.dst.index]), kWaveScope);
     for (int l = 0; l < kLanes; ++l) {
       if (!(t.exec >> l & 1)) continue;
       u8 bytes[32] = {};
@@ -285,12 +317,12 @@ class WaveMemory {
   void get(const Transfer& t, int l, u8* out) {
     if (t.code->space == kScratch) return void(std::memcpy(out, private_bytes(t.addr[l], l, t.bytes), size_t(t.bytes)));
     for (int d = 0; 4 * d < t.bytes; ++d)
-      if (t.in_range[l] >> d & 1) memory_.read(t.addr[l] + u64(4 * d), std::min(4, t.bytes), out + 4 * d);
+      if (t.in_range[l] >> d & 1) memory_.read(t.addr[l] + u64(4 * d), std::min(4, t.bytes), out + 4 * d, t.scope);
   }
   void put(const Transfer& t, int l, const u8* bytes) {
     if (t.code->space == kScratch) return void(std::memcpy(private_bytes(t.addr[l], l, t.bytes), bytes, size_t(t.bytes)));
     for (int d = 0; 4 * d < t.bytes; ++d)
-      if (t.in_range[l] >> d & 1) memory_.write(t.addr[l] + u64(4 * d), std::min(4, t.bytes), bytes + 4 * d);
+      if (t.in_range[l] >> d & 1) memory_.write(t.addr[l] + u64(4 * d), std::min(4, t.bytes), bytes + 4 * d, t.scope);
   }
   static void gather(const Transfer& t, int l, int at, int n, u8* out) {
     for (int r = 0; 4 * r < n; ++r) std::memcpy(out + 4 * r, &t.data[at + r][l], size_t(std::min(4, n - 4 * r)));
@@ -308,7 +340,7 @@ class WaveMemory {
 
   Wave& w_;
   Lds& lds_;
-  Memory& memory_;
+  Path& memory_;
   const Policy& policy_;
   int id_;
   Queue vm_, lgkm_;

@@ -1,0 +1,54 @@
+"""Devices and workgroups that share memory, interleaved: what is right passes under every seed, what lacks a fence is caught."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from .interpreter import Hazard, Launch, Machine, Schedule
+from .toolchain import compile_hip, missing
+
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
+
+FLAGS = Path(__file__).parent / "kernels" / "flags.hip"
+SEEDS = range(12)
+
+
+def schedules() -> list[Schedule]:
+    return [Schedule(retire, "random", quantum=24, seed=s, resident=64, caches=True, budget=300_000) for s in SEEDS for retire in ("random", "late")]
+
+
+def exchange(schedule: Schedule, **defines: int) -> bool:
+    """One producer on device 0, one consumer on device 1; whether the data arrived."""
+    kernels = compile_hip(FLAGS, defines=defines)
+    data = np.random.default_rng(schedule.seed).integers(0, 1 << 32, 512, dtype=np.uint32)
+    window, out, flag = np.zeros(512, np.uint32), np.zeros(512, np.uint32), np.zeros(1, np.uint32)
+    producer = Launch(kernels["producer"], (1,), 128, (window, data, flag, 7), device=0)
+    consumer = Launch(kernels["consumer"], (1,), 128, (out, window, flag, 7), device=1)
+    Machine().run(producer, consumer, schedule=schedule)
+    return bool((out == data).all())
+
+
+def test_a_fenced_exchange_between_devices_arrives_under_every_interleaving():
+    assert all(exchange(s) for s in schedules())
+
+
+@pytest.mark.parametrize("missing_part", ["NO_RELEASE", "NO_ACQUIRE", "NO_BARRIER", "AGENT_SCOPE"])
+def test_an_exchange_that_lacks_a_part_is_caught(missing_part):
+    def caught(schedule: Schedule) -> bool:
+        try:
+            return not exchange(schedule, **{missing_part: 1})
+        except Hazard as hazard:  # a flag that never arrives
+            return hazard.kind == "no-progress"
+
+    assert any(caught(s) for s in schedules())
+
+
+def test_the_last_workgroup_to_arrive_sees_what_all_the_others_stored():
+    kernel = compile_hip(FLAGS)["last_arrival"]
+    groups = 12
+    want = (np.arange(groups)[:, None] * 1000 + np.arange(64)).sum(0)
+    for schedule in schedules():
+        partial, counter, total = np.zeros(groups * 64, np.uint32), np.zeros(1, np.uint32), np.zeros(64, np.uint32)
+        Machine().run(Launch(kernel, (groups,), 64, (partial, counter, total, groups)), schedule=schedule)
+        assert (total == want).all() and counter[0] == groups

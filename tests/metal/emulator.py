@@ -88,7 +88,7 @@ class Kernel:
 
     @property
     def max_threads_per_threadgroup(self) -> int:
-        return min(_settings.get().max_threads, self._kernel.function.max_threads or MAX_THREADS)
+        return min(_settings.get().max_threads, self._library.build.max_threads(self._index) or MAX_THREADS)
 
     @property
     def static_thread_group_memory_length(self) -> int:
@@ -106,21 +106,30 @@ class Kernel:
             threads = next((a.numel() for a in args if isinstance(a, Tensor)), None)
         grid, group = self._grid(threads, group_size)
         self._check_arguments(args, tensors)
-        storages: dict[int, list[Any]] = {}  # data pointer -> [index, bytes, writable]
-        bindings = []
-        for i, tensor in enumerate(tensors):
-            storage = tensor.untyped_storage()
-            entry = storages.setdefault(storage.data_ptr(), [len(storages), storage.nbytes(), False])
-            entry[2] |= i in self._arguments and not self._arguments[i].is_const
-            bindings.append((entry[0], tensor.storage_offset() * tensor.element_size()))
+        buffers, bindings = self._bind(args, tensors)
         now = _settings.get()
         try:
-            self._library.build.dispatch(
-                self._index, [(pointer, e[1], e[2]) for pointer, e in storages.items()], bindings, grid, group,
-                ORDERS.index(now.order), now.seed, now.poison, now.behaviour(),
-            )  # fmt: skip
+            order = ORDERS.index(now.order)
+            self._library.build.dispatch(self._index, buffers, bindings, grid, group, now.checked, order, now.seed, now.poison, now.behaviour())
         except RuntimeError as e:
             raise MetalError(f"{self._kernel.name}: {e}") from None
+
+    def _bind(self, args: tuple[Any, ...], tensors: list[Tensor]) -> tuple[list[tuple[str, int, int, bool]], list[tuple[int, int]]]:
+        """A buffer per storage, since tensors may share one, and where each argument lies in them."""
+        buffers: dict[int | str, tuple[str, int, int, bool]] = {}
+        bindings = []
+        for i, tensor in enumerate(tensors):
+            storage, argument = tensor.untyped_storage(), self._arguments.get(i)
+            key, name, size, offset = storage.data_ptr(), f"argument {i}", storage.nbytes(), tensor.storage_offset() * tensor.element_size()
+            problem = mismatch(tensor, argument, is_scalar=not isinstance(args[i], Tensor)) if argument else None
+            if problem:  # fails when it is used: a buffer that is not, may be anything
+                key, name, size, offset = f"unusable {i}", f"{name}, which is {problem}", 0, 0
+            writable = argument is not None and not argument.is_const
+            if key in buffers:
+                name, writable = f"{buffers[key][0]}, {i}", writable or buffers[key][3]
+            buffers[key] = (name, storage.data_ptr(), size, writable)
+            bindings.append((list(buffers).index(key), offset))
+        return list(buffers.values()), bindings
 
     def _grid(self, threads: Any, group_size: Any) -> tuple[list[int], list[int]]:
         if threads is None:
@@ -156,9 +165,6 @@ class Kernel:
                 raise MetalError(f"{name}: argument {index} is on {given.device}, the emulator takes CPU tensors")
             if tensor.nbytes < argument.elements * argument.element_size:
                 raise MetalError(f"{name}: argument {index} has {tensor.nbytes} bytes, the kernel reads {argument.elements * argument.element_size}")
-            problem = mismatch(tensor, argument, is_scalar=not isinstance(given, Tensor))
-            if problem:
-                raise MetalError(f"{name}: argument {index} is {problem}")
 
 
 def cast_of(arg_casts: Any, index: int) -> str:
@@ -204,17 +210,25 @@ def mismatch(tensor: Tensor, argument: Argument, *, is_scalar: bool) -> str | No
     return None if fits else given
 
 
+def compile_failure(error: toolchain.CompileError) -> SyntaxError:
+    return SyntaxError(f"Failed to compile\n{error}")
+
+
 class ShaderLibrary:
     """A compiled source; its attributes are the kernels."""
 
     def __init__(self, source: str, metal_version: int) -> None:
-        code, self.kernels = msl.translate(source)
+        msl.require_ascii(source)
+        try:
+            code, self.kernels = msl.translate(toolchain.preprocess(source, metal_version))
+        except toolchain.CompileError as e:
+            raise compile_failure(e) from None
         self._metal_version = metal_version
-        self._code = "\n".join(['#include "msl/entry.h"', '#ifdef MSL_CHECKED', '#include "msl/checks.h"', "#endif", '#line 1 "program_source"', code])
-        self._code += msl.entry_points(self.kernels)
+        head = '#include "msl/entry.h"\n#ifdef MSL_CHECKED\n#include "msl/checks.h"\n#endif\n'
+        self._code = head + code + msl.entry_points(self.kernels)
         self._builds: dict[bool, Any] = {}
         self._by_name = {k.name: Kernel(self, i) for i, k in enumerate(self.kernels)}
-        self.build
+        self.build  # so that a source that does not compile is refused here
 
     @property
     def build(self) -> Any:
@@ -224,7 +238,7 @@ class ShaderLibrary:
             try:
                 path = toolchain.compile_shader(self._code, metal_version=self._metal_version, checked=checked)
             except toolchain.CompileError as e:
-                raise SyntaxError(f"Failed to compile\n{e}") from None
+                raise compile_failure(e) from None
             self._builds[checked] = toolchain.runtime().Library(str(path), len(self.kernels))
         return self._builds[checked]
 

@@ -1,6 +1,6 @@
 """Metal source to C++ that clang compiles: kernels and their parameters, `threadgroup` variables, `host_name` instantiations.
 
-Only what C++ cannot express is rewritten; line numbers stay. A construct that is not understood is a SyntaxError, never a guess.
+The source is preprocessed. Only what C++ cannot express is rewritten; line numbers stay. A construct that is not understood is a SyntaxError, never a guess.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Function:
 
     name: str
     parameters: tuple[Parameter, ...]
-    max_threads: int | None
+    max_threads: str  # the expression of its attribute, or 0
     is_template: bool
     body: tuple[int, int]  # from its opening brace to the one that closes it
 
@@ -59,8 +59,15 @@ def strip_comments(source: str) -> str:
     return token.sub(lambda m: m[0] if m[0][0] == '"' else re.sub(r"[^\n]", " ", m[0]), source)
 
 
+MARKER = re.compile(r'#\s*(\d+)\s+"[^"\n]*"[ \t\d]*\n')
+
+
 def line_of(source: str, at: int) -> int:
-    return source.count("\n", 0, at) + 1
+    """The line of a position, by the preprocessor's last marker before it."""
+    line, start = 1, 0
+    for m in MARKER.finditer(source, 0, at):
+        line, start = int(m[1]), m.end()
+    return line + source.count("\n", start, at)
 
 
 def error(source: str, at: int, message: str) -> SyntaxError:
@@ -115,6 +122,7 @@ def parse_parameters(source: str, begin: int, end: int, name: str) -> tuple[Para
     return tuple(parameters)
 
 
+LIMIT = re.compile(r"\[\[\s*max_total_threads_per_threadgroup\s*\((.*?)\)\s*\]\]", re.S)
 KERNEL = re.compile(r"(?:\[\[\s*kernel\s*\]\]|(?<![\w])kernel\b)(?P<attributes>(?:\s*\[\[[^\]]*\]\])*)\s*void\s+(?P<name>\w+)\s*\(")
 
 
@@ -129,15 +137,15 @@ def kernel_functions(source: str) -> dict[str, Function]:
         if name in functions:
             raise error(source, m.start(), f"kernel {name} is defined twice: kernels cannot be overloaded")
         before = re.search(r"(\[\[[^\[\]]*\]\]\s*)+$", head)
-        limit = re.search(r"max_total_threads_per_threadgroup\s*\(\s*(\d+)\s*\)", (before[0] if before else "") + m["attributes"])
+        limit = LIMIT.search((before[0] if before else "") + m["attributes"])
         is_template = re.search(r"\btemplate\s*<[^;{}]*>$", head[: before.start()].rstrip() if before else head) is not None
         parameters = parse_parameters(source, m.end(), end, name)
         body = (brace.end() - 1, closing(source, brace.end() - 1))
-        functions[name] = Function(name, parameters, int(limit[1]) if limit else None, is_template, body)
+        functions[name] = Function(name, parameters, limit[1] if limit else "0", is_template, body)
     return functions
 
 
-INSTANTIATION = re.compile(r'template\s*\[\[\s*host_name\s*\(\s*"(?P<name>[^"]+)"\s*\)\s*\]\]\s*(?P<declaration>[^;]*);')
+INSTANTIATION = re.compile(r'template\s*\[\[\s*host_name\s*\(\s*(?P<name>"[^"]+"(?:\s*"[^"]+")*)\s*\)\s*\]\]\s*(?P<declaration>[^;]*);')
 
 
 def instantiations(source: str, functions: dict[str, Function]) -> list[Kernel]:
@@ -145,8 +153,9 @@ def instantiations(source: str, functions: dict[str, Function]) -> list[Kernel]:
     for m in INSTANTIATION.finditer(source):
         call = re.search(r"\b(\w+)\s*<[^;()]*?>\s*(?=\(|$)", m["declaration"].strip())
         if call is None or call[1] not in functions:
-            raise error(source, m.start(), f"instantiation {m['name']!r} names no kernel template")
-        kernels.append(Kernel(m["name"], call[0].strip(), functions[call[1]]))
+            raise error(source, m.start(), f"instantiation {m['name']} names no kernel template")
+        name = "".join(re.findall(r'"([^"]+)"', m["name"]))
+        kernels.append(Kernel(name, call[0].strip(), functions[call[1]]))
     return kernels
 
 
@@ -177,12 +186,14 @@ def rewrite_variables(source: str, bodies: list[tuple[int, int]]) -> str:
     return VARIABLE.sub(replace, source)
 
 
+def require_ascii(source: str) -> None:
+    for i, c in enumerate(source):
+        if ord(c) > 127:
+            raise SyntaxError(f"line {source.count(chr(10), 0, i) + 1}: torch.mps takes ASCII only, got {c!r}")
+
+
 def translate(source: str) -> tuple[str, list[Kernel]]:
-    """The C++ and its kernels in the order of their entry points."""
-    try:
-        source.encode("ascii")
-    except UnicodeEncodeError as e:
-        raise error(source, e.start, f"torch.mps takes ASCII only, got {source[e.start]!r}") from None
+    """Preprocessed source to C++, and its kernels in the order of their entry points."""
     text = strip_comments(source)
     functions = kernel_functions(text)
     kernels = [Kernel(f.name, f.name, f) for f in functions.values() if not f.is_template] + instantiations(text, functions)
@@ -192,9 +203,9 @@ def translate(source: str) -> tuple[str, list[Kernel]]:
     # Back to front, so that positions stay right.
     for function in sorted(kernel_functions(text).values(), key=lambda f: -f.body[0]):
         begin = function.body[0] + 1
-        text = text[:begin] + " MSL_KERNEL_BEGIN;" + text[begin:]
+        text = text[:begin] + f" MSL_KERNEL_BEGIN({function.max_threads});" + text[begin:]
     text = rewrite_variables(text, [f.body for f in kernel_functions(text).values()])
-    text = re.sub(r"\[\[\s*(?:kernel|max_total_threads_per_threadgroup\s*\([^)]*\))\s*\]\]", "", text)
+    text = re.sub(r"\[\[\s*kernel\s*\]\]", "", LIMIT.sub("", text))
     for attribute in (*ATTRIBUTES, "buffer"):
         text = re.sub(rf"\[\[\s*{attribute}\b[^\]]*\]\]", "", text)
     return text, kernels

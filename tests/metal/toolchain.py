@@ -8,6 +8,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -93,18 +94,39 @@ def runtime() -> ModuleType:
     return module
 
 
+def zig(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "ziglang", "cc", "-x", "c++", *arguments]
+
+
+def defines(metal_version: int) -> list[str]:
+    return [f"-D__METAL_VERSION__={metal_version}", "-D__METAL__=1", *(["-D__HAVE_TENSOR__=1"] if metal_version >= 400 else [])]
+
+
+INCLUDE, KEPT_INCLUDE = re.compile(r"^[ \t]*#[ \t]*include\b", re.M), re.compile(r"^[ \t]*#[ \t]*pragma msl_include\b", re.M)
+
+
+def preprocess(source: str, metal_version: int) -> str:
+    """Expands the source's own macros and conditions; its includes stay, and markers keep the lines."""
+    name = content_hash("preprocess", source, str(metal_version), importlib.metadata.version("ziglang"))
+    file = BUILD / f"{name}.metal"
+
+    def command(output: Path) -> list[str]:
+        file.write_text('#line 1 "program_source"\n' + INCLUDE.sub("#pragma msl_include", source))
+        return zig("-E", "-nostdinc", "-nostdinc++", "-Wno-unknown-pragmas", *defines(metal_version), str(file), "-o", str(output))
+
+    return KEPT_INCLUDE.sub("#include", build(BUILD / f"{name}.ii", command).read_text())
+
+
 def compile_shader(code: str, *, metal_version: int, checked: bool) -> Path:
     """A shared object of translated Metal source."""
     headers = sorted(p for p in (HERE / "include").rglob("*") if p.is_file())
     target = {"x86_64": "-march=x86_64_v3", "aarch64": "-mcpu=generic+fp16"}[platform.machine()]
-    flags = [*SHADER_FLAGS, *(CHECKED_FLAGS if checked else FAST_FLAGS), target, f"-D__METAL_VERSION__={metal_version}"]
-    if metal_version >= 400:
-        flags.append("-D__HAVE_TENSOR__=1")
+    flags = [*SHADER_FLAGS, *(CHECKED_FLAGS if checked else FAST_FLAGS), target, *defines(metal_version)]
     name = content_hash(code, *headers, *flags, importlib.metadata.version("ziglang"))
     file = BUILD / f"{name}.cpp"
 
     def command(output: Path) -> list[str]:
         file.write_text(code)
-        return [sys.executable, "-m", "ziglang", "cc", "-x", "c++", *flags, f"-I{HERE / 'include'}", str(file), "-o", str(output)]
+        return zig(*flags, f"-I{HERE / 'include'}", str(file), "-o", str(output))
 
     return build(BUILD / f"{name}.so", command)

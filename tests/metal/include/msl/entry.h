@@ -126,8 +126,9 @@ inline void describe(void (*)(P...), BufferType* types) {
   static msl::ThreadgroupVariable msl_variable_##name MSL_SECTION = {__PRETTY_FUNCTION__, #name, sizeof(msl_type_##name),     \
                                                                      alignof(msl_type_##name), nullptr};                     \
   threadgroup msl_type_##name& name = *(threadgroup msl_type_##name*)msl_variable_##name.address;
-#define MSL_KERNEL_BEGIN \
-  if (msl_runtime->probe(__PRETTY_FUNCTION__)) return
+// The first statement of a kernel, with the limit of its attribute max_total_threads_per_threadgroup, or 0.
+#define MSL_KERNEL_BEGIN(max_threads) \
+  if (msl_runtime->probe(__PRETTY_FUNCTION__, max_threads)) return
 
 extern "C" {
 extern msl::ThreadgroupVariable __start_msl_threadgroup[] __attribute__((weak, visibility("hidden")));

@@ -14,11 +14,20 @@ struct Position {
   int column, row;
 };
 
-inline Position matrix_position(unsigned lane, int element) {
-  if (msl_runtime->behaviour.matrix_layout == MatrixLayout::kRows) return {int(lane % 4) * 2 + element, int(lane / 4)};
-  const int quad = lane / 4;  // 4 x 4 lanes hold the quarters of the matrix
-  return {(quad & 2) * 2 + int(lane & 1) * 2 + element, (quad & 4) + int(lane / 2 % 4)};
-}
+// Per layout and lane, the positions of its two elements. kBlocks: 4 x 4 lanes hold the quarters of the matrix.
+struct MatrixPositions {
+  Position at[2][kSimdWidth][2];
+  constexpr MatrixPositions() : at{} {
+    for (int lane = 0; lane < int(kSimdWidth); lane++) {
+      for (int e = 0; e < 2; e++) {
+        at[int(MatrixLayout::kRows)][lane][e] = {lane % 4 * 2 + e, lane / 4};
+        at[int(MatrixLayout::kBlocks)][lane][e] = {(lane / 4 & 2) * 2 + (lane & 1) * 2 + e, (lane / 4 & 4) + lane / 2 % 4};
+      }
+    }
+  }
+};
+inline constexpr MatrixPositions kMatrixPositions;
+inline Position matrix_position(unsigned lane, int element) { return kMatrixPositions.at[int(msl_runtime->behaviour.matrix_layout)][lane][element]; }
 
 template <class T>
 using Matrix = metal::simdgroup_matrix<T, 8, 8>;
@@ -117,11 +126,10 @@ inline void multiply(MatrixProduct<D, A, B, C> frame) {
     if (first.c) gather(frames, &Frame::c, sum);
     const bool forward = msl_runtime->behaviour.product_order == ProductOrder::kForward;
     for (int i = 0; i < 8; i++)
-      for (int k = 0; k < 8; k++)
-        for (int j = 0; j < 8; j++) {
-          const int at = forward ? k : 7 - k;
-          sum[i][j] = __builtin_fmaf(a[i][at], b[at][j], sum[i][j]);
-        }
+      for (int step = 0; step < 8; step++) {
+        const int k = forward ? step : 7 - step;
+        for (int j = 0; j < 8; j++) sum[i][j] = __builtin_fmaf(a[i][k], b[k][j], sum[i][j]);
+      }
     scatter(frames, &Frame::d, sum);
   });
 }
@@ -167,7 +175,9 @@ inline simdgroup_matrix<T, Rows, Columns> make_filled_simdgroup_matrix(T value) 
     msl::store_matrix(msl::MatrixMemory<T, space T*>{&matrix, target, elements_per_row, origin, transpose, site});                 \
   }
 MSL_MATRIX_MEMORY(device)
+#ifndef MSL_CHECKED
 MSL_MATRIX_MEMORY(threadgroup)
+#endif
 #undef MSL_MATRIX_MEMORY
 
 template <class D, class A, class B, class C>

@@ -57,7 +57,7 @@ struct Runtime {
   void (*simdgroup_barrier)(Site site, int mem_flags);
   void (*on_load)(const char* address, unsigned bytes);
   void (*on_store)(const char* address, unsigned bytes);
-  bool (*probe)(const char* function);  // true: only the name of the kernel was wanted
+  bool (*probe)(const char* function, int max_threads);  // true: only these two were wanted
   void (*fail)(const char* message, int line);
 };
 

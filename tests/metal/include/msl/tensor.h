@@ -28,7 +28,9 @@ struct tensor_inline {};
 template <class T, class Extents, class Kind = tensor_inline>
 struct tensor {
   static_assert(msl::is_same<Kind, tensor_inline>, "torch.mps can bind no tensor: build tensor_inline from a pointer");
+#ifndef MSL_CHECKED
   static_assert(!msl::is_same<T, typename msl::remove_address_space<T>::type>, "tensor<T>: T lacks its address space");
+#endif
   using element_type = msl::value_type<T>;
   T* memory;
   int columns, rows;

@@ -1,9 +1,16 @@
 // The words, types and vector constructors of the Metal Shading Language.
 #pragma once
 
+// The checked build has one address space: clang's checks of alignment know no other. The fast build tells them apart.
+#ifdef MSL_CHECKED
+#define device
+#define constant const
+#define threadgroup
+#else
 #define device __attribute__((address_space(1)))
 #define constant const __attribute__((address_space(2)))
 #define threadgroup __attribute__((address_space(3)))
+#endif
 #define thread
 #define kernel
 #define METAL_FUNC inline __attribute__((always_inline))

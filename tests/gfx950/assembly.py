@@ -29,6 +29,15 @@ class Instruction:
     line: int  # of the assembly
     source: str  # file:line of what it was compiled from, or ""
 
+    @property
+    def is_load(self) -> bool:
+        return self.opcode.startswith(("buffer_load", "global_load", "flat_load"))
+
+    @property
+    def is_copy(self) -> bool:
+        """From memory to LDS."""
+        return self.is_load and ("lds" in self.modifiers or "_lds_" in self.opcode)
+
 
 @dataclass
 class Kernel:
@@ -49,13 +58,18 @@ class Kernel:
         return [i for i, x in enumerate(self.instructions) if x.opcode == opcode and contains in x.text]
 
     def loop(self) -> range:
-        """The instructions of the main loop: the smallest backward jump over the most matrix instructions (empty if there is none)."""
+        """The instructions of the main loop: of the backward jumps over matrix instructions, the one with the most copies (empty if there is none)."""
         loops = []
         for i, x in enumerate(self.instructions):
             if x.opcode.startswith(("s_cbranch", "s_branch")) and self.labels[x.operands[0].value] <= i:
                 loops.append(range(self.labels[x.operands[0].value], i + 1))
-        mfma = lambda r: sum(self.instructions[i].opcode.startswith("v_mfma") for i in r)  # noqa: E731
-        return max(loops, key=lambda r: (mfma(r) > 0, mfma(r), -len(r)), default=range(0))
+
+        def weight(r: range) -> tuple:
+            body = [self.instructions[i] for i in r]
+            mfma = sum(x.opcode.startswith("v_mfma") for x in body)
+            return mfma > 0, sum(x.is_load for x in body), mfma, -len(r)
+
+        return max(loops, key=weight, default=range(0))
 
 
 def _operand(text: str) -> Operand:

@@ -89,6 +89,11 @@ inline u64 bfe(u64 x, u64 at, u64 n, bool sign) {
   const u64 v = (x & 0xffffffff) >> at & ((1ull << n) - 1);
   return sign && at + n <= 32 && (v >> (n - 1) & 1) ? v | ~((1ull << n) - 1) : v;
 }
+inline u64 bfe64(u64 x, u64 at, u64 n, bool sign) {
+  if (!n) return 0;
+  x = n >= 64 ? x >> at : x >> at & ((1ull << n) - 1);
+  return sign && n < 64 && x >> (n - 1) & 1 ? x | ~0ull << n : x;
+}
 // A 16-bit result goes to the half of the destination that the op_sel bit after the sources' names; the other half keeps its content.
 inline u64 half(const Alu& x, u64 v) {
   const bool high = x.in->mod[kOpSel] >> (x.in->mod[kOperands] - 1) & 1;

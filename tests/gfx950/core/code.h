@@ -12,7 +12,7 @@
 namespace gfx950 {
 
 enum Class : u8 { kClassSalu, kClassValu, kClassPacked, kClassMfma, kClassLane, kClassSaveexec, kClassBranch, kClassWait, kClassBarrier, kClassEnd,
-                  kClassNop, kClassSleep, kClassCache, kClassSmem, kClassVmem, kClassDs };
+                  kClassNop, kClassSleep, kClassCache, kClassSmem, kClassVmem, kClassDs, kClassPermute };
 
 enum Space : u8 { kBuffer, kGlobal, kFlat, kScratch };
 enum Access : u8 { kLoad, kLoadLds, kStore, kAtomic, kAtomicReturn };
@@ -87,7 +87,7 @@ inline const Simple kSimple[] = {
     {"s_cbranch_execnz", kClassBranch, kExecnz},
     {"v_readfirstlane_b32", kClassLane, kReadfirstlane}, {"v_readlane_b32", kClassLane, kReadlane}, {"v_writelane_b32", kClassLane, kWritelane},
     {"v_permlane16_swap_b32", kClassLane, kPermlane16Swap}, {"v_permlane32_swap_b32", kClassLane, kPermlane32Swap},
-    {"ds_bpermute_b32", kClassLane, kBpermute}, {"ds_permute_b32", kClassLane, kPermute}, {"v_mbcnt_lo_u32_b32", kClassLane, kMbcntLo},
+    {"ds_bpermute_b32", kClassPermute, kBpermute}, {"ds_permute_b32", kClassPermute, kPermute}, {"v_mbcnt_lo_u32_b32", kClassLane, kMbcntLo},
     {"v_mbcnt_hi_u32_b32", kClassLane, kMbcntHi},
     {"s_and_saveexec_b64", kClassSaveexec, 0}, {"s_or_saveexec_b64", kClassSaveexec, 1}, {"s_andn2_saveexec_b64", kClassSaveexec, 2}, {"s_xor_saveexec_b64", kClassSaveexec, 3},
     {"s_load_dword", kClassSmem, 1}, {"s_load_dwordx2", kClassSmem, 2}, {"s_load_dwordx4", kClassSmem, 4}, {"s_load_dwordx8", kClassSmem, 8},

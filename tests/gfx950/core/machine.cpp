@@ -100,6 +100,7 @@ struct Workgroup {
       case kClassSmem: r.memory->smem(c); break;
       case kClassVmem: r.memory->vmem(c); break;
       case kClassDs: r.memory->ds(c, count); break;
+      case kClassPermute: r.memory->permute(c); break;
       case kClassBarrier:
         if (~r.wave.exec()) throw Hazard{"divergent-barrier", "a barrier with some lanes switched off"};
         r.state = kAtBarrier;

@@ -27,7 +27,7 @@ struct Counters {  // per instruction of the program
 };
 
 struct Transfer {
-  enum Kind { kVector, kDma, kWrite, kRmw, kDsRead, kDsWrite, kScalar, kWriteback, kNothing } kind;
+  enum Kind { kVector, kDma, kWrite, kRmw, kDsRead, kDsWrite, kScalar, kRegister, kWriteback, kNothing } kind;
   const Code* code;
   Operand dst;
   int bytes, parts = 1, registers = 0;
@@ -38,7 +38,7 @@ struct Transfer {
   u64 addr2[kLanes];       // LDS address of the second part
   u32 lds[kLanes];         // DMA: destination
   u8 in_range[kLanes];     // one bit per dword
-  u32 data[4][kLanes];     // store data
+  u32 data[4][kLanes];     // store data, or a result that is only on its way
 };
 
 class WaveMemory {
@@ -122,6 +122,14 @@ class WaveMemory {
     count.ds_accesses += 1;
     for (int p = 0; p < op.parts; ++p) count.conflict_cycles += conflicts(*t, p, op.write);
     each_byte(*t, [&](u32 a) { op.write ? lds_.begin_write(a, id_, epoch, Lds::kDs) : lds_.begin_read(a, id_, epoch); });
+    push(lgkm_, std::move(t));
+  }
+
+  void permute(const Code& c) {  // goes through the LDS hardware, not through its memory
+    auto t = start(c, Transfer::kRegister);
+    w_.permute(c, t->data[0]);
+    t->dst = c.in->op[0], t->registers = 1;
+    reserve(*t, lgkm_);
     push(lgkm_, std::move(t));
   }
 
@@ -299,6 +307,7 @@ class WaveMemory {
           if (t.dst.kind != kNone) set_registers(t, l, reinterpret_cast<const u8*>(&now), kZero, t.bytes, 0);
           break;
         }
+        case Transfer::kRegister: w_.v[t.dst.index][l] = t.data[0][l]; break;
         case Transfer::kDsRead:
           for (int p = 0; p < t.parts; ++p) set_registers(t, l, lds_.at(u32(piece(t, p, l))), t.code->ds->fill, t.bytes, p * std::max(1, t.bytes / 4));
           break;

@@ -201,23 +201,6 @@ class Wave {
           if (l / n % 2 && active(l) && active(l - n)) std::swap(v[d.index][l], v[in.op[1].index][l - n]);
         break;
       }
-      case kBpermute:  // pull: an inactive source lane gives 0
-        fetch(in, in.op[1], 0, 'u', x), fetch(in, in.op[2], 1, 'u', y);
-        for (int l = 0; l < kLanes; ++l)
-          if (active(l)) {
-            const int from = int((x[l] + u64(in.mod[kOffset])) / 4 % kLanes);
-            v[d.index][l] = active(from) ? u32(y[from]) : 0;
-          }
-        break;
-      case kPermute: {
-        fetch(in, in.op[1], 0, 'u', x), fetch(in, in.op[2], 1, 'u', y);
-        u32 out[kLanes] = {};
-        for (int l = 0; l < kLanes; ++l)
-          if (active(l)) out[(x[l] + u64(in.mod[kOffset])) / 4 % kLanes] = u32(y[l]);
-        for (int l = 0; l < kLanes; ++l)
-          if (active(l)) v[d.index][l] = out[l];
-        break;
-      }
       default:
         fetch(in, in.op[1], 0, 'u', x), fetch(in, in.op[2], 1, 'u', y);
         for (int l = 0; l < kLanes; ++l)
@@ -225,6 +208,20 @@ class Wave {
             const u64 below = c.what == kMbcntLo ? (l < 32 ? (1ull << l) - 1 : 0xffffffffull) : (l < 32 ? 0 : (1ull << (l - 32)) - 1);
             v[d.index][l] = u32(__builtin_popcountll(x[l] & below) + y[l]);
           }
+    }
+  }
+
+  // ds_bpermute pulls (from an inactive lane: 0), ds_permute pushes.
+  void permute(const Code& c, u32* out) const {
+    const Inst& in = *c.in;
+    u64 x[kLanes], y[kLanes];
+    fetch(in, in.op[1], 0, 'u', x), fetch(in, in.op[2], 1, 'u', y);
+    std::fill(out, out + kLanes, 0);
+    for (int l = 0; l < kLanes; ++l) {
+      const u64 other = (x[l] + u64(in.mod[kOffset])) / 4 % kLanes;
+      if (!active(l)) continue;
+      if (c.what == kBpermute) out[l] = active(int(other)) ? u32(y[other]) : 0;
+      else out[other] = u32(y[l]);
     }
   }
 

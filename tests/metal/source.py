@@ -199,6 +199,7 @@ def translate(source: str) -> tuple[str, list[Kernel]]:
     kernels = [Kernel(f.name, f.name, f) for f in functions.values() if not f.is_template] + instantiations(text, functions)
     if len({k.name for k in kernels}) != len(kernels):
         raise SyntaxError("two kernels have the same name")
+    text = re.sub(r"^[ \t]*#[ \t]*pragma[ \t]+(?:clang[ \t]+loop|unroll|nounroll)[^\n]*", "", text, flags=re.M)  # costs compile time only
     text = INSTANTIATION.sub(lambda m: "\n" * m[0].count("\n"), text)
     # Back to front, so that positions stay right.
     for function in sorted(kernel_functions(text).values(), key=lambda f: -f.body[0]):

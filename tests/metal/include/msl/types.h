@@ -47,6 +47,13 @@ MSL_VECTORS(float)
 
 constexpr half operator""h(long double value) { return half(value); }
 
+// Conversion to bfloat, nearest even: the compiler calls it, and no library is linked.
+extern "C" inline __attribute__((used, visibility("hidden"), no_sanitize("coverage", "undefined"))) bfloat __truncsfbf2(float value) {
+  const uint bits = __builtin_bit_cast(uint, value);
+  const bool is_nan = (bits & 0x7fffffff) > 0x7f800000;
+  return __builtin_bit_cast(bfloat, ushort(is_nan ? bits >> 16 | 0x40 : (bits + 0x7fff + (bits >> 16 & 1)) >> 16));
+}
+
 namespace msl {
 
 template <class T, class U>

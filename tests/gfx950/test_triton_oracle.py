@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(missing(triton=True) is not None, reason=str(mis
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.retire}-{s.order}")
-@pytest.mark.parametrize("gemm", [TritonGemm(), TritonGemm(128, 128, warps=4)], ids=["256x256", "128x128"])
+@pytest.mark.parametrize("gemm", [TritonGemm(), TritonGemm(128, 128, warps=4, matrix=32)], ids=["16x16x128", "32x32x64"])
 def test_triton_scaled_dot_is_right(gemm, schedule):
     m, n, k = 256, 256, 384
     x = mx.operands(m, n, k)

@@ -90,6 +90,7 @@ class TritonGemm:
     block_k: int = 128
     stages: int = 2
     warps: int = 8
+    matrix: int = 16  # rows of the MFMA: 16x16x128 or 32x32x64
 
 
 def compile_triton(gemm: TritonGemm) -> tuple[Kernel, int]:

@@ -37,5 +37,5 @@ def assembly(gemm) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         kernel = triton.compile(ASTSource(scaled_gemm, signature, constexprs=constants, attrs=aligned), target=GPUTarget("hip", "gfx950", 64),
-                                options={"num_warps": gemm.warps, "num_stages": gemm.stages})  # fmt: skip
+                                options={"num_warps": gemm.warps, "num_stages": gemm.stages, "matrix_instr_nonkdim": gemm.matrix, "waves_per_eu": 2})  # fmt: skip
     return f"{kernel.metadata.shared}\n{kernel.asm['amdgcn']}"

@@ -77,6 +77,7 @@ class Launch:
     arguments: tuple = ()
     lds_bytes: int | None = None  # dynamic LDS: instead of the kernel's own size
     device: int = 0
+    after: "Launch | None" = None  # the launch of the same run that ends before this one starts: a stream
     trace: int = 0  # program counters to keep per wave of the first workgroup
 
 
@@ -103,6 +104,7 @@ class _Launch(ctypes.Structure):
         ("code", ctypes.c_void_p), ("names", ctypes.c_void_p), ("counters", ctypes.c_void_p), ("trace", ctypes.c_void_p),
         ("trace_length", ctypes.c_void_p), ("trace_capacity", ctypes.c_uint64), ("length", ctypes.c_uint32), ("lds_bytes", ctypes.c_uint32),
         ("scratch_bytes", ctypes.c_uint32), ("user_sgprs", ctypes.c_uint32), ("workgroup_ids", ctypes.c_uint32), ("device", ctypes.c_uint32),
+        ("after", ctypes.c_int32), ("unused", ctypes.c_uint32),
         ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("user_sgpr", ctypes.c_uint32 * 32),
     ]  # fmt: skip
 
@@ -202,19 +204,23 @@ class Machine:
     """Arrays at device addresses, shared by everything that runs on it."""
 
     def __init__(self) -> None:
-        self._arrays: list[np.ndarray] = []
-        self._addresses: dict[int, int] = {}
+        self._arrays: list[tuple[np.ndarray, int]] = []
         self._next = 0x7F00_0000_0000
 
     def address(self, array: np.ndarray) -> int:
-        """Where kernels find this array (which they read and write in place)."""
+        """Where kernels find this array (which they read and write in place). A part of an earlier array lies inside it."""
         if not array.flags.c_contiguous:
             raise ValueError("kernel arguments must be contiguous")
-        if id(array) not in self._addresses:
-            self._arrays.append(array)
-            self._addresses[id(array)] = self._next
-            self._next += (array.nbytes + (1 << 33)) >> 32 << 32
-        return self._addresses[id(array)]
+        start = array.ctypes.data
+        for other, address in self._arrays:
+            offset = start - other.ctypes.data
+            if 0 <= offset and offset + array.nbytes <= other.nbytes and array.nbytes:
+                return address + offset
+            if -array.nbytes < offset < other.nbytes:
+                raise ValueError("an array overlaps an earlier one: pass the larger one first")
+        self._arrays.append((array, self._next))
+        self._next += (array.nbytes + (1 << 33)) >> 32 << 32
+        return self._arrays[-1][1]
 
     def run(self, *launches: Launch, schedule: Schedule = LATE) -> list[Statistics]:
         """Runs the launches together, on memory they share; raises Hazard."""
@@ -223,7 +229,8 @@ class Machine:
         stats = []
         for launch, c in zip(launches, c_launches, strict=True):
             stats.append(self._prepare(launch, c, keep))
-        buffers = (_Buffer * len(self._arrays))(*[_Buffer(self._addresses[id(a)], a.nbytes, a.ctypes.data) for a in self._arrays])
+            c.after = next((i for i, other in enumerate(launches) if other is launch.after), -1)
+        buffers = (_Buffer * len(self._arrays))(*[_Buffer(address, a.nbytes, a.ctypes.data) for a, address in self._arrays])
         policy = _Policy(("late", "early", "random").index(schedule.retire), ("forward", "reverse", "random").index(schedule.order), schedule.quantum,
                          schedule.seed, schedule.soffset_checked, schedule.resident, schedule.caches, 0, schedule.budget)  # fmt: skip
         error = _Error()

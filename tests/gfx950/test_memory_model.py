@@ -52,3 +52,16 @@ def test_the_last_workgroup_to_arrive_sees_what_all_the_others_stored():
         partial, counter, total = np.zeros(groups * 64, np.uint32), np.zeros(1, np.uint32), np.zeros(64, np.uint32)
         Machine().run(Launch(kernel, (groups,), 64, (partial, counter, total, groups)), schedule=schedule)
         assert (total == want).all() and counter[0] == groups
+
+
+def test_a_launch_after_another_sees_what_it_stored_without_any_fence():
+    kernels = compile_hip(FLAGS)
+    for schedule in schedules():
+        data = np.random.default_rng(schedule.seed).integers(0, 1 << 32, 512, dtype=np.uint32)
+        first, second, flags = np.zeros(512, np.uint32), np.zeros(512, np.uint32), np.zeros(2, np.uint32)
+        machine = Machine()
+        machine.address(flags)  # the kernels get parts of it
+        one = Launch(kernels["producer"], (1,), 128, (first, data, flags[:1], 1))
+        two = Launch(kernels["producer"], (1,), 128, (second, first, flags[1:], 1), after=one)
+        machine.run(one, two, schedule=schedule)
+        assert (second == data).all()

@@ -14,6 +14,8 @@ struct Launch {  // mirrored in interpreter.py
   u64* trace_length;     // [waves]
   u64 trace_capacity;
   u32 length, lds_bytes, scratch_bytes, user_sgprs, workgroup_ids, device;
+  i32 after;  // the launch that must have ended before (a stream), or -1
+  u32 unused;
   u32 grid[3], block[3];
   u32 user_sgpr[32];
 };
@@ -152,10 +154,15 @@ class Machine {
     for (int d = 0; d < 3; ++d) error_->workgroup[d] = workgroup ? i32(workgroup[d]) : -1;
   }
   bool admit() {
-    for (int i = 0; i < n_; ++i)
+    for (int i = 0; i < n_; ++i) {
+      const int after = launches_[i].after;
+      if (after >= 0 && !finished(after)) continue;
+      if (after >= 0 && next_[size_t(i)] == 0) release(launches_[i].device), acquire(launches_[i].device);
       for (i64 free = policy_.resident - in_flight(i); free > 0 && next_[size_t(i)] < workgroups(i); --free) start(i);
+    }
     return !live_.empty();
   }
+  bool finished(int launch) const { return next_[size_t(launch)] == workgroups(launch) && !in_flight(launch); }
   u64 workgroups(int launch) const {
     const Launch& l = launches_[launch];
     return u64(l.grid[0]) * l.grid[1] * l.grid[2];
@@ -166,6 +173,11 @@ class Machine {
   void release(u32 device) {  // the end of a kernel is a release at system scope; here it comes when the other kernels have ended too
     for (auto& [key, l2] : l2_)
       if (key.first == device) Path(memory, {nullptr, &l2, &device_[device]}).writeback(kSystemScope);
+  }
+  void acquire(u32 device) {  // the start of a kernel
+    for (auto& [key, l2] : l2_)
+      if (key.first == device) l2.drop_clean();
+    device_[device].drop_clean();
   }
   void start(int launch) {
     const u64 index = next_[size_t(launch)]++;
@@ -188,7 +200,7 @@ class Machine {
     for (auto it = live_.begin(); it != live_.end();) {
       const int launch = int((*it)->launch - launches_);
       it = (*it)->ended() ? live_.erase(it) : it + 1;
-      if (next_[size_t(launch)] == workgroups(launch) && !in_flight(launch)) ended_.push_back(launches_[launch].device);
+      if (finished(launch)) ended_.push_back(launches_[launch].device);
     }
   }
   void turn(Workgroup& w, int i) {

@@ -1,5 +1,6 @@
 // Matrix instructions: the operand layouts in one table, products and sums exact in fp64, one rounding to fp32 at the end.
 // (What the hardware rounds inside one instruction is not published; kernels must not depend on it.)
+// Layouts: AMD's matrix-core introduction (32x32x64), AMD's emulator rocjitsu, and the code that Triton and FlyDSL emit agree.
 #pragma once
 #include "alu.h"
 

@@ -149,8 +149,6 @@ class Kernel:
             raise ValueError(f"Threadgroup size exceeds {limit} limit")
         if min(*grid, *group) < 1 or max(grid) >= 2**32:
             raise MetalError(f"{self._kernel.name}: nothing to dispatch: threads {grid}, group_size {group}")
-        if self.static_thread_group_memory_length > MAX_THREADGROUP_BYTES:
-            raise MetalError(f"{self._kernel.name}: {self.static_thread_group_memory_length} bytes of threadgroup memory, the limit is {MAX_THREADGROUP_BYTES}")
         return (grid + [1, 1])[:3], (group + [1, 1])[:3]
 
     def _check_arguments(self, args: tuple[Any, ...], tensors: list[Tensor]) -> None:
@@ -245,10 +243,13 @@ class ShaderLibrary:
     def __getattr__(self, name: str) -> Kernel:
         if name.startswith("__"):
             raise AttributeError(name)
-        try:
-            return self._by_name[name]
-        except KeyError:
-            raise RuntimeError(f"Failed to create function state object for: {name}") from None
+        if name not in self._by_name:
+            raise RuntimeError(f"Failed to create function state object for: {name}")
+        kernel = self._by_name[name]
+        used = kernel.static_thread_group_memory_length
+        if used > MAX_THREADGROUP_BYTES:
+            raise RuntimeError(f"Failed to create pipeline state for {name}: {used} bytes of threadgroup memory exceed the limit of {MAX_THREADGROUP_BYTES}")
+        return kernel
 
     def __dir__(self) -> list[str]:
         return list(self._by_name)

@@ -28,7 +28,7 @@ SHADER_FLAGS = (
     *("-std=c++20", "-fPIC", "-shared", "-nostdinc++", "-nostdlib", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-exceptions", "-fno-rtti"),
     *("-Xclang", "-cl-single-precision-constant"),
     *("-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
-    *("-fno-sanitize=all", "-fvisibility=default", "-ftrivial-auto-var-init=pattern"),
+    *("-fno-sanitize=all", "-fvisibility=default", "-ftrivial-auto-var-init=pattern", "-fstack-clash-protection"),
     *("-Wall", "-Wno-unknown-attributes", "-Wno-ignored-attributes", "-Wno-unused", "-Wno-user-defined-literals", "-Wno-unknown-pragmas", "-Wno-psabi"),
 )
 FAST_FLAGS = ("-O2",)

@@ -109,11 +109,13 @@ inline msl::if_integer<T> popcount(T x) {
 }
 template <class T>
 inline msl::if_integer<T> clz(T x) {
-  return x == 0 ? T(sizeof(T) * 8) : T(__builtin_clzg(x));
+  using Unsigned = __make_unsigned(T);
+  return x == 0 ? T(sizeof(T) * 8) : T(__builtin_clzg(Unsigned(x)));
 }
 template <class T>
 inline msl::if_integer<T> ctz(T x) {
-  return x == 0 ? T(sizeof(T) * 8) : T(__builtin_ctzg(x));
+  using Unsigned = __make_unsigned(T);
+  return x == 0 ? T(sizeof(T) * 8) : T(__builtin_ctzg(Unsigned(x)));
 }
 
 #define MSL_SAME_IN_BOTH                                                                                           \

@@ -1,0 +1,200 @@
+"""What Apple's compiler refuses and clang, reading Metal as C++, does not: a check of source text.
+
+The rules are those of the Metal Shading Language specification (its section on restrictions, address spaces and attributes) and of
+torch.mps. The text is read without expanding macros, so a rule may miss what a macro hides; it should never refuse legal Metal but
+for recursion, which is legal in kernels and always a mistake in them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from tests.metal import source as msl
+
+TYPES = {
+    f"{packed}{scalar}{size}"
+    for scalar in ("bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "half", "bfloat", "float")
+    for packed, sizes in (("", ("", "2", "3", "4")), ("packed_", ("2", "3", "4")))
+    for size in sizes
+} | {"int8_t", "uint8_t", "int16_t", "uint16_t", "int32_t", "uint32_t", "int64_t", "uint64_t", "size_t", "ptrdiff_t", "unsigned", "void", "auto"}
+MATRICES = {f"{scalar}{columns}x{rows}" for scalar in ("half", "float") for columns in (2, 3, 4) for rows in (2, 3, 4)}
+SPACES = ("device", "constant", "threadgroup", "thread")
+QUALIFIERS = {*SPACES, "const", "volatile", "static", "constexpr", "inline", "typename", "coherent"}
+# Names that a program cannot give to anything.
+RESERVED = (
+    (TYPES - {"auto", "void", "unsigned"})
+    | MATRICES
+    | {*SPACES, "kernel", "vertex", "fragment", "threadgroup_imageblock", "ray_data", "object_data", "sampler", "visible_function_table", "assert"}
+    | {f"{kind}{dimension}" for kind in ("texture", "depth") for dimension in ("1d", "2d", "3d", "cube", "2d_array", "2d_ms")}
+)
+ATTRIBUTES = {
+    *msl.ATTRIBUTES, "buffer", "kernel", "host_name", "max_total_threads_per_threadgroup", "threadgroup", "function_constant",
+    "dispatch_threads_per_threadgroup", "dispatch_simdgroups_per_threadgroup", "grid_origin", "grid_size", "maybe_unused",
+    "thread_index_in_quadgroup", "quadgroup_index_in_threadgroup", "quadgroups_per_threadgroup", "dispatch_quadgroups_per_threadgroup",
+}  # fmt: skip
+FORBIDDEN = {
+    "double": "no GPU has double",
+    "new": "no dynamic memory", "delete": "no dynamic memory",
+    "virtual": "no virtual functions", "override": "no virtual functions",
+    "throw": "no exceptions", "try": "no exceptions", "catch": "no exceptions", "noexcept": "noexcept is not supported",
+    "dynamic_cast": "no run-time types", "typeid": "no run-time types",
+    "goto": "goto is not supported", "register": "register is not supported", "thread_local": "thread_local is not supported",
+    "wchar_t": "wchar_t is not supported", "asm": "asm is not supported", "printf": "no standard library",
+    "concept": "C++20", "requires": "C++20", "consteval": "C++20", "constinit": "C++20", "co_await": "C++20",
+}  # fmt: skip
+INCLUDES = re.compile(r"<(metal_\w+|MetalPerformancePrimitives/\w+\.h)>|\"[^\"]+\"")
+LAMBDAS_FROM = 320  # the version that allows them
+
+
+@dataclass(frozen=True)
+class Finding:
+    line: int
+    message: str
+
+    def __str__(self) -> str:
+        return f"line {self.line}: {self.message}"
+
+
+def lint(source: str, metal_version: int = 310) -> list[Finding]:
+    """Findings in order of lines. Lambdas depend on the oldest version that the source is compiled for."""
+    found = [(i, f"not ASCII: {c!r}") for i, c in enumerate(source) if ord(c) > 127]
+    text = re.sub(r'"(?:\\.|[^"\\\n])*"', lambda m: f'"{"_" * (len(m[0]) - 2)}"', msl.strip_comments(source))
+    code = re.sub(r"^[ \t]*#(?:[^\n\\]|\\.|\\\n)*", lambda m: re.sub(r"[^\n]", " ", m[0]), text, flags=re.M)  # without directives
+    checks = (includes(msl.strip_comments(source)), words(code), attributes(code), reserved(code), pointers(text, code), storage(code))
+    found += [f for check in (*checks, classes(code), lambdas(code, metal_version), recursion(code), kernels(msl.strip_comments(source))) for f in check]
+    return [Finding(source.count("\n", 0, at) + 1, message) for at, message in sorted(set(found))]
+
+
+def includes(text: str) -> Iterator[tuple[int, str]]:
+    for m in re.finditer(r"^[ \t]*#[ \t]*include[ \t]*(.*?)[ \t]*$", text, re.M):
+        if not INCLUDES.fullmatch(m[1]):
+            yield m.start(), f"{m[1]} is no header of Metal"
+
+
+def words(code: str) -> Iterator[tuple[int, str]]:
+    for m in re.finditer(r"\b(\w+)\b", code):
+        if m[1] in FORBIDDEN:
+            yield m.start(), f"{m[1]}: {FORBIDDEN[m[1]]}"
+        elif m[1].startswith("__builtin_"):
+            yield m.start(), f"{m[1]}: the compiler's builtins are not Metal"
+    for m in re.finditer(r"\bstd\s*::", code):
+        yield m.start(), "std: there is no C++ standard library, use metal"
+    for m in re.finditer(r"\blong\s+long\b", code):
+        yield m.start(), "long long is not supported: long has 64 bits"
+    for m in re.finditer(r"\bmain\s*\(", code):
+        yield m.start(), "no function may be called main"
+
+
+def attributes(code: str) -> Iterator[tuple[int, str]]:
+    for m in re.finditer(r"\[\[\s*([\w:]+)", code):
+        if m[1] not in ATTRIBUTES and "::" not in m[1]:
+            near = difflib.get_close_matches(m[1], ATTRIBUTES, 1)
+            yield m.start(), f"unknown attribute {m[1]}" + (f", did you mean {near[0]}?" if near else "")
+
+
+def reserved(code: str) -> Iterator[tuple[int, str]]:
+    for m in re.finditer(r"(?P<before>[\w>*&])[\s]*(?<=[\s*&>])(?P<name>\w+)\s*(?=[=;,)\[](?!\[))", code):
+        word = re.search(r"\w+$", code[: m.end("before")])
+        if m["name"] in RESERVED and not (word and word[0] in QUALIFIERS | {"return", "typedef", "unsigned", "signed", "sizeof", "struct", "using"}):
+            if m["before"] in "*&>" or (word and re.match(r"[A-Za-z_]", word[0])):
+                yield m.start("name"), f"{m['name']} is a word of the language and cannot be a name"
+
+
+def declared_types(text: str) -> set[str]:
+    types = TYPES | MATRICES
+    named = r"\b(?:struct|class|typename|using)\s+(\w+)|\btypedef\s[^;]*?(\w+)\s*;"
+    types |= {name for pair in re.findall(named, text) for name in pair if name}
+    for name, value in re.findall(r"^[ \t]*#[ \t]*define[ \t]+(\w+)[ \t]+(\w+)[ \t]*$", text, re.M):
+        types |= {name} if value in types else set()
+    return types
+
+
+def pointers(text: str, code: str) -> Iterator[tuple[int, str]]:
+    """Every pointer and reference names the address space that it points to."""
+    types = declared_types(text)
+    declaration = re.compile(r"(?P<words>(?:\b[A-Za-z_]\w*\s+)*)\b(?P<type>[A-Za-z_]\w*)(?:\s+const)?\s*(?P<kind>[*&])\s*(?:const\s+)?\w+\s*(?=[=,);\[(:])")
+    for m in declaration.finditer(code):
+        if m["type"] in types and not set(m["words"].split()) & {*SPACES, "return", "using", "case"}:
+            yield m.start("type"), f"a {'pointer' if m['kind'] == '*' else 'reference'} without an address space: {m[0].strip()}"
+
+
+def statements(code: str) -> Iterator[tuple[int, int, str]]:
+    """Position, depth and text of what stands between ; { and }, brackets of initialisers aside. Namespaces add no depth."""
+    depth, start, scopes = 0, 0, list[bool]()
+    for i, c in enumerate(code):
+        if c not in ";{}":
+            continue
+        part = code[start:i]
+        yield start + len(part) - len(part.lstrip()), depth, part.strip() + c
+        if c == "{":
+            scopes.append(re.search(r"\bnamespace\b[\s\w:]*$", part) is None)
+            depth += scopes[-1]
+        elif c == "}" and scopes:
+            depth -= scopes.pop()
+        start = i + 1
+
+
+def storage(code: str) -> Iterator[tuple[int, str]]:
+    """Variables outside functions, and static ones anywhere, lie in the constant address space."""
+    for at, depth, part in statements(code):
+        is_static = re.match(r"static\b", part) is not None
+        head = part.split("=")[0]
+        if "(" in head or re.match(r"(typedef|using|struct|class|enum|union|template|extern|friend|namespace|return|static_assert|public|private)\b", part):
+            continue
+        is_variable = re.match(r"(?:[\w:]+(?:\s*<[^;]*>)?[\s*&]+)+\w+\s*(?:\[[^;]*\]\s*)*(=|;|\{$)", part)
+        if (depth == 0 or is_static) and is_variable and not re.search(r"\bconstant\b", head):
+            yield at, f"a {'static variable' if is_static else 'variable at program scope'} must be in the constant address space: {' '.join(head.split())}"
+
+
+def classes(code: str) -> Iterator[tuple[int, str]]:
+    for m in re.finditer(r"(?<!enum )\b(?:struct|class)\s+\w+\s*:(?!:)", code):
+        yield m.start(), "derived classes are not supported"
+
+
+def lambdas(code: str, metal_version: int) -> Iterator[tuple[int, str]]:
+    if metal_version >= LAMBDAS_FROM:
+        return
+    for m in re.finditer(r"(?:[=(,]|\breturn)\s*(\[[&=\w\s,]*\])\s*[({]", code):
+        yield m.start(1), "lambdas need Metal 3.2"
+
+
+def recursion(code: str) -> Iterator[tuple[int, str]]:
+    definitions: dict[str, list[tuple[int, str]]] = {}
+    for m in re.finditer(r"\b(\w+)\s*\((?:[^(){};]|\([^()]*\))*\)\s*(?:const\s*)?\{", code):
+        if m[1] not in ("if", "for", "while", "switch"):
+            brace = m.end() - 1
+            definitions.setdefault(m[1], []).append((m.start(), code[brace : msl.closing(code, brace)]))
+    single = {name: found[0] for name, found in definitions.items() if len(found) == 1}  # overloads may call each other
+    calls = {name: {c for c in re.findall(r"\b(\w+)\s*(?:<[^<>;]*>)?\s*\(", body) if c in single} for name, (_, body) in single.items()}
+    for name, (at, _) in single.items():
+        reached, todo = set[str](), list(calls[name])
+        while todo:
+            if (callee := todo.pop()) not in reached:
+                reached.add(callee)
+                todo += calls[callee]
+        if name in reached:
+            yield at, f"{name} calls itself"
+
+
+def kernels(text: str) -> Iterator[tuple[int, str]]:
+    """Signatures: void, buffers in device, constant or threadgroup memory, indices below 31, one kernel per name."""
+    code = re.sub(r"^[ \t]*#[^\n]*", lambda m: " " * len(m[0]), text, flags=re.M)
+    for m in re.finditer(r"(?:\[\[\s*kernel\s*\]\]|(?<![\w\[ ])kernel\b)(?:\s*\[\[[^\]]*\]\])*\s*(?!void\b|decltype\b|\w+_t\b|\[\[|template\b|inline\b)(\w+)\s+\w+\s*\(", code):
+        yield m.start(), f"a kernel returns void, not {m[1]}"
+    try:
+        msl.kernel_functions(code)
+    except SyntaxError as e:
+        line = int(re.search(r"line (\d+)", str(e))[1])
+        yield [0, *(i + 1 for i, c in enumerate(code) if c == "\n")][line - 1], str(e).split(": ", 1)[1]
+        return
+    for m in msl.KERNEL.finditer(code):
+        for parameter in msl.split_arguments(code[m.end() : msl.closing(code, m.end() - 1)]):
+            plain = re.sub(r"\[\[.*?\]\]", "", parameter)
+            if "*" in plain or "&" in plain:
+                if not re.search(r"\b(device|constant|threadgroup)\b", plain):
+                    yield m.start(), f"kernel {m['name']}: a buffer is in device, constant or threadgroup memory: {plain.strip()}"
+            elif not any(f"[[{a}" in re.sub(r"\s", "", parameter) for a in msl.ATTRIBUTES):
+                yield m.start(), f"kernel {m['name']}: a parameter is a buffer or has an attribute: {plain.strip()}"

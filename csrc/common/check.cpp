@@ -12,7 +12,7 @@ struct ByteRange {
 // something within the same buffer only.
 const char* storage_of(const Tensor& t) {
   int64_t offset = 0;
-  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(t.get(), &offset));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(t.get(), &offset));
   return static_cast<const char*>(t.const_data_ptr()) - offset * static_cast<int64_t>(t.element_size());
 }
 

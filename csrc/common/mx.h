@@ -8,7 +8,6 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
 #if defined(__CUDACC__) || defined(__HIPCC__)
 #define MORI_HOST_DEVICE __host__ __device__ __forceinline__
@@ -28,13 +27,13 @@ constexpr uint32_t kMinNormalBits = 0x00800000;
 
 MORI_HOST_DEVICE uint32_t bits_of(float value) {
   uint32_t bits;
-  memcpy(&bits, &value, sizeof bits);
+  __builtin_memcpy(&bits, &value, sizeof bits);
   return bits;
 }
 
 MORI_HOST_DEVICE float float_of(uint32_t bits) {
   float value;
-  memcpy(&value, &bits, sizeof value);
+  __builtin_memcpy(&value, &bits, sizeof value);
   return value;
 }
 

@@ -81,15 +81,19 @@ def cuda_build(torch, cpp_extension, wanted: set[str]) -> DeviceBuild | None:
 
 
 def hip_build(torch, cpp_extension, wanted: set[str]) -> DeviceBuild | None:
-    hipcc = shutil.which("hipcc") or (cpp_extension.ROCM_HOME and shutil.which(f"{cpp_extension.ROCM_HOME}/bin/hipcc"))
-    if "hip" not in wanted and not ("auto" in wanted and torch.version.hip and hipcc):
+    homes = [home for home in (os.environ.get("ROCM_HOME"), cpp_extension.ROCM_HOME, "/opt/rocm") if home and Path(home, "bin", "hipcc").is_file()]
+    if "hip" not in wanted and not ("auto" in wanted and torch.version.hip and homes):
         return None
-    if not hipcc or not torch.version.hip:
-        refuse(f"MORI_BACKENDS=hip needs hipcc ({hipcc or 'not found'}) and a torch built for ROCm (found {torch.__version__})")
+    if not homes:
+        refuse("MORI_BACKENDS=hip needs hipcc (bin/hipcc of a ROCm installation): set ROCM_HOME to it")
+    home = homes[0]
     # The amdhip64 bundled with torch: a system copy would start a second HIP runtime.
-    library_dir = str(Path(torch.__file__).parent / "lib")
-    flags = ["--offload-arch=gfx950", "-fvisibility=hidden"]
-    return DeviceBuild("hip", sources("_gfx950.hip", "_gfx950.cpp"), flags, ["amdhip64"], [library_dir])
+    library_dir = str(Path(torch.__file__).parent / "lib") if torch.version.hip else f"{home}/lib"
+    if torch.version.hip is None:  # a CPU-only torch never looks for hipcc
+        cpp_extension.ROCM_HOME, cpp_extension.IS_HIP_EXTENSION = home, True
+    headers = b"".join((ROOT / name).read_bytes() for name in sources(".h"))  # torch does not tell ninja which ones a .hip includes
+    flags = ["--offload-arch=gfx950", "--offload-arch=gfx942", "-fvisibility=hidden", f"-DMORI_HEADERS={zlib.crc32(headers)}"]
+    return DeviceBuild("hip", sources("_gfx950.hip", "_gfx950.cpp"), flags, ["amdhip64"], [library_dir], [f"{home}/include"])
 
 
 def default_jobs() -> int:

@@ -10,12 +10,13 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/installed-$(subst =,-,$(TORCH))
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test bench build clean
+.PHONY: help demo test test-gpu bench build clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    the main job: a real model, attention and gated residual in a model, two tensor-parallel processes"
 	@echo "make test    the whole test suite"
+	@echo "make test-gpu  on an NVIDIA or AMD GPU, with the torch of GPU_PYTHON (python3): kernels, then packed against raw scales"
 	@echo "make bench   measure every operator against its peers (ARGS=... for one of them)"
 	@echo "make build   the environment and the library only"
 	@echo "make clean   remove the environment and everything that was built"
@@ -25,6 +26,14 @@ demo: build
 
 test: build
 	$(PY) -m pytest $(ARGS)
+
+# The Python on PATH, because it is the one whose torch sees the device; it needs pytest and rich.
+GPU_PYTHON ?= python3
+test-gpu:
+	$(GPU_PYTHON) -c 'import torch; assert torch.cuda.is_available(), "this torch sees no GPU"'
+	$(GPU_PYTHON) setup.py -q build_ext --inplace
+	$(GPU_PYTHON) -m pytest tests/test_cuda.py $(ARGS)
+	$(GPU_PYTHON) -m bench mxfp8_layouts --device cuda --no-save
 
 bench: ARGS ?= all
 bench: build

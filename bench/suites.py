@@ -69,6 +69,43 @@ def _gemm_case(op: str, m: int, n: int, k: int, device: str) -> Case:
     )
 
 
+# The shapes of the seed: small and large M on the two linears it serves, a short and a long K.
+LAYOUT_SHAPES = (
+    *((m, n, k) for n, k in ((5120, 2048), (8192, 1280)) for m in (64, 1024, 4096, 8192)),
+    (8192, 7168, 640),
+    (8192, 7168, 4096),
+)
+
+
+def mxfp8_layouts(device: str) -> Iterator[Callable[[], Case]]:
+    """Raw scales against packed ones, hot and cold."""
+    for m, n, k in LAYOUT_SHAPES:
+        yield lambda m=m, n=n, k=k: _layouts_case(m, n, k, device)
+
+
+def _layouts_case(m: int, n: int, k: int, device: str) -> Case:
+    a, b, a_raw, b_raw = (t.to(device) for t in cases.gemm_operands(m, n, k, seed=m))
+    a_packed, b_packed = mori_ops.mxfp8_pack_a_scale(a_raw), mori_ops.mxfp8_pack_b_scale(b_raw)
+    copies = copies_of(b)
+
+    def verify() -> None:
+        raw = mori_ops.mxfp8_raw(a, b, a_raw, b_raw)
+        assert torch.equal(raw, mori_ops.mxfp8(a, b, a_packed, b_packed)), "packed and raw scales give different bits"
+        cases.assert_close(raw[:256], reference.mxfp8_raw(a[:256], b, a_raw[:256], b_raw))
+
+    return Case(
+        "mxfp8_layouts",
+        {"m": m, "n": n, "k": k},
+        [
+            Arm("mori.mxfp8_raw", lambda o: mori_ops.mxfp8_raw(a, o, a_raw, b_raw), copies),
+            Arm("mori.mxfp8", lambda o: mori_ops.mxfp8(a, o, a_packed, b_packed), copies),
+        ],
+        verify,
+        bytes_moved=n * k + b_raw.nbytes + m * k + 2 * m * n,
+        flops=2 * m * n * k,
+    )
+
+
 def mxfp8_linear(device: str) -> Iterator[Callable[[], Case]]:
     n, k = cases.LINEARS["wo_b_wide"]
     for m in (1, 4, 8, 64, 256):
@@ -222,9 +259,11 @@ def _qsa_case(tokens: int, position: int) -> Case:
 SUITES: dict[str, Callable[[str], Iterator[Callable[[], Case]]]] = {
     "mxfp8": lambda device: mxfp8_gemm("mxfp8", device),
     "mxfp8_raw": lambda device: mxfp8_gemm("mxfp8_raw", device),
+    "mxfp8_layouts": mxfp8_layouts,
     "mxfp8_linear": mxfp8_linear,
     "quantize": mxfp8_quantize,
     "gr_down": gr_down,
     "qsa_flash": qsa_flash,
 }
+CPU_SUITES = tuple(name for name in SUITES if name != "mxfp8_layouts")  # one kernel serves both layouts there
 CUDA_SUITES = tuple(name for name in SUITES if name != "qsa_flash")  # no CUDA kernel yet

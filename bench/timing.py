@@ -10,8 +10,9 @@ from typing import Any
 
 import torch
 
-# A cold arm rotates operands of at least this size in total: four times the last-level cache (32 MB of an EPYC, 60 of an H200).
-COLD_BYTES = {"cpu": 128 << 20, "cuda": 256 << 20}
+# A cold arm rotates operands of at least this size in total: four times the last-level cache (32 MB of an EPYC, 60 of an H200,
+# 256 of an MI355X).
+COLD_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30 if torch.version.hip else 256 << 20}
 ROUND_SECONDS = 0.02  # calls per round are chosen so that a round takes about this long
 ROUNDS = 25
 MOST_COPIES = 64

@@ -4,7 +4,15 @@ import re
 from dataclasses import dataclass, field, replace
 
 _REGISTER = re.compile(r"^([sva])(?:(\d+)|\[(\d+):(\d+)\])$")
-_NAMED = {"vcc": (106, 2), "vcc_lo": (106, 1), "vcc_hi": (107, 1), "m0": (124, 1), "exec": (126, 2), "exec_lo": (126, 1), "exec_hi": (127, 1)}
+_NAMED = {
+    "vcc": (106, 2),
+    "vcc_lo": (106, 1),
+    "vcc_hi": (107, 1),
+    "m0": (124, 1),
+    "exec": (126, 2),
+    "exec_lo": (126, 1),
+    "exec_hi": (127, 1),
+}
 _INTEGER = re.compile(r"^-?(0x[0-9a-fA-F]+|\d+)$")
 _SUFFIX = re.compile(r"_(e32|e64|sdwa|dpp|e64_dpp)$")
 
@@ -58,7 +66,7 @@ class Kernel:
         return [i for i, x in enumerate(self.instructions) if x.opcode == opcode and contains in x.text]
 
     def loop(self) -> range:
-        """The instructions of the main loop: of the backward jumps over matrix instructions, the one with the most copies (empty if there is none)."""
+        """The main loop: of the backward jumps over matrix instructions, the one with the most loads (empty if there is none)."""
         loops = []
         for i, x in enumerate(self.instructions):
             if x.opcode.startswith(("s_cbranch", "s_branch")) and self.labels[x.operands[0].value] <= i:

@@ -28,7 +28,17 @@ _NUMBERS = {"offset", "offset0", "offset1", "cbsz", "blgp", "bitop3", "row_mask"
 _BITS = {"op_sel", "op_sel_hi", "neg_lo", "neg_hi"}
 _SELECT = {"BYTE_0": 0, "BYTE_1": 1, "BYTE_2": 2, "BYTE_3": 3, "WORD_0": 4, "WORD_1": 5, "DWORD": 6}
 _UNUSED = {"UNUSED_PAD": 0, "UNUSED_SEXT": 1, "UNUSED_PRESERVE": 2}
-_DPP = {"quad_perm": 1, "row_shl": 2, "row_shr": 3, "row_ror": 4, "row_mirror": 5, "row_half_mirror": 6, "row_bcast": 7, "row_newbcast": 8, "wave_shr": 9}
+_DPP = {
+    "quad_perm": 1,
+    "row_shl": 2,
+    "row_shr": 3,
+    "row_ror": 4,
+    "row_mirror": 5,
+    "row_half_mirror": 6,
+    "row_bcast": 7,
+    "row_newbcast": 8,
+    "wave_shr": 9,
+}
 _OMOD = {"2": 1, "4": 2}
 _KIND = {"off": 0, "s": 1, "v": 2, "int": 3, "float": 4, "label": 0}
 
@@ -87,7 +97,8 @@ class Statistics:
     executed: np.ndarray  # per instruction, over all waves
     ds_accesses: np.ndarray
     conflict_cycles: np.ndarray
-    traces: list[np.ndarray] = field(default_factory=list)
+    traces: list[np.ndarray] = field(default_factory=list)  # per wave of the first workgroup
+    trace_lengths: np.ndarray | None = None
 
     def count(self, prefix: str) -> int:
         return sum(int(n) for n, x in zip(self.executed, self.kernel.instructions, strict=True) if x.opcode.startswith(prefix))
@@ -103,8 +114,8 @@ class _Launch(ctypes.Structure):
     _fields_ = [
         ("code", ctypes.c_void_p), ("names", ctypes.c_void_p), ("counters", ctypes.c_void_p), ("trace", ctypes.c_void_p),
         ("trace_length", ctypes.c_void_p), ("trace_capacity", ctypes.c_uint64), ("length", ctypes.c_uint32), ("lds_bytes", ctypes.c_uint32),
-        ("scratch_bytes", ctypes.c_uint32), ("user_sgprs", ctypes.c_uint32), ("workgroup_ids", ctypes.c_uint32), ("device", ctypes.c_uint32),
-        ("after", ctypes.c_int32), ("unused", ctypes.c_uint32),
+        ("scratch_bytes", ctypes.c_uint32), ("user_sgprs", ctypes.c_uint32), ("workgroup_ids", ctypes.c_uint32),
+        ("device", ctypes.c_uint32), ("after", ctypes.c_int32), ("unused", ctypes.c_uint32),
         ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("user_sgpr", ctypes.c_uint32 * 32),
     ]  # fmt: skip
 
@@ -114,7 +125,9 @@ class _Buffer(ctypes.Structure):
 
 
 class _Policy(ctypes.Structure):
-    _fields_ = [(n, ctypes.c_int32) for n in ("retire", "order", "quantum", "seed", "soffset_checked", "resident", "caches", "unused")] + [("budget", ctypes.c_uint64)]
+    _fields_ = [
+        (n, ctypes.c_int32) for n in ("retire", "order", "quantum", "seed", "soffset_checked", "resident", "caches", "unused")
+    ] + [("budget", ctypes.c_uint64)]
 
 
 class _Error(ctypes.Structure):
@@ -136,10 +149,14 @@ def core() -> ctypes.CDLL:
         CACHE.mkdir(parents=True, exist_ok=True)
         scratch = library.with_suffix(f".{os.getpid()}.tmp")
         native = [] if os.uname().machine == "aarch64" else ["-march=native"]
-        subprocess.run([compiler(), "-std=c++17", "-O2", *native, "-shared", "-fPIC", "-o", scratch, CORE / "machine.cpp"], check=True)
+        subprocess.run(
+            [compiler(), "-std=c++17", "-O2", *native, "-shared", "-fPIC", "-o", scratch, CORE / "machine.cpp"], check=True
+        )
         scratch.rename(library)
     lib = ctypes.CDLL(str(library))
-    assert lib.gfx950_sizes(0) == INST.itemsize and lib.gfx950_sizes(1) == ctypes.sizeof(_Launch), "interpreter.py and core/ disagree on a layout"
+    assert lib.gfx950_sizes(0) == INST.itemsize and lib.gfx950_sizes(1) == ctypes.sizeof(_Launch), (
+        "interpreter.py and core/ disagree on a layout"
+    )
     return lib
 
 
@@ -231,14 +248,22 @@ class Machine:
             stats.append(self._prepare(launch, c, keep))
             c.after = next((i for i, other in enumerate(launches) if other is launch.after), -1)
         buffers = (_Buffer * len(self._arrays))(*[_Buffer(address, a.nbytes, a.ctypes.data) for a, address in self._arrays])
-        policy = _Policy(("late", "early", "random").index(schedule.retire), ("forward", "reverse", "random").index(schedule.order), schedule.quantum,
-                         schedule.seed, schedule.soffset_checked, schedule.resident, schedule.caches, 0, schedule.budget)  # fmt: skip
+        policy = _Policy(
+            ("late", "early", "random").index(schedule.retire),
+            ("forward", "reverse", "random").index(schedule.order),
+            schedule.quantum,
+            schedule.seed,
+            schedule.soffset_checked,
+            schedule.resident,
+            schedule.caches,
+            0,
+            schedule.budget,
+        )
         error = _Error()
         if core().gfx950_run(c_launches, len(launches), buffers, len(buffers), ctypes.byref(policy), ctypes.byref(error)):
             raise _hazard(error, launches)
-        for launch, c, s in zip(launches, c_launches, stats, strict=True):
-            if launch.trace:
-                s.traces = [t[:n] for t, n in zip(s.traces, s.trace_lengths, strict=True)]
+        for s in stats:
+            s.traces = [t[:n] for t, n in zip(s.traces, s.trace_lengths, strict=True)]
         return stats
 
     def _prepare(self, launch: Launch, c: _Launch, keep: list) -> Statistics:
@@ -252,7 +277,11 @@ class Machine:
         trace, lengths = np.zeros((waves, max(launch.trace, 1)), np.uint32), np.zeros(waves, np.uint64)
         keep += [code, counters, names, kernarg, trace, lengths]
         c.code, c.names, c.counters = code.ctypes.data, ctypes.cast(names, ctypes.c_void_p), counters.ctypes.data
-        c.trace, c.trace_length, c.trace_capacity = trace.ctypes.data if launch.trace else None, lengths.ctypes.data, launch.trace
+        c.trace, c.trace_length, c.trace_capacity = (
+            trace.ctypes.data if launch.trace else None,
+            lengths.ctypes.data,
+            launch.trace,
+        )
         d = kernel.directives
         lds = launch.lds_bytes if launch.lds_bytes is not None else d.get("group_segment_fixed_size", 0)
         c.length, c.lds_bytes, c.scratch_bytes, c.device = len(code), lds, d.get("private_segment_fixed_size", 0), launch.device
@@ -261,9 +290,8 @@ class Machine:
         c.user_sgpr[: len(sgprs)] = sgprs
         c.workgroup_ids = sum(d.get(f"system_sgpr_workgroup_id_{a}", 1) << i for i, a in enumerate("xyz"))
         c.grid[:], c.block[:] = grid, block
-        stats = Statistics(kernel, counters["executed"], counters["ds_accesses"], counters["conflict_cycles"], list(trace) if launch.trace else [])
-        stats.trace_lengths = lengths
-        return stats
+        traced = (list(trace), lengths) if launch.trace else ([], lengths[:0])
+        return Statistics(kernel, counters["executed"], counters["ds_accesses"], counters["conflict_cycles"], *traced)
 
     def _user_sgprs(self, kernel: Kernel, kernarg: np.ndarray, grid: tuple, block: tuple) -> list[int]:
         d = kernel.directives
@@ -316,7 +344,15 @@ class Machine:
         return data
 
 
-def run(kernel: Kernel, grid: int | tuple, block: int | tuple, *arguments: object, schedule: Schedule = LATE, lds_bytes: int | None = None, trace: int = 0) -> Statistics:
+def run(
+    kernel: Kernel,
+    grid: int | tuple,
+    block: int | tuple,
+    *arguments: object,
+    schedule: Schedule = LATE,
+    lds_bytes: int | None = None,
+    trace: int = 0,
+) -> Statistics:
     """One launch. Arrays are written in place; unsigned and signed Python integers take the size that the kernel declares."""
     return Machine().run(Launch(kernel, _three(grid), _three(block), arguments, lds_bytes, trace=trace), schedule=schedule)[0]
 

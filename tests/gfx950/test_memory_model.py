@@ -15,7 +15,11 @@ SEEDS = range(12)
 
 
 def schedules() -> list[Schedule]:
-    return [Schedule(retire, "random", quantum=24, seed=s, resident=64, caches=True, budget=300_000) for s in SEEDS for retire in ("random", "late")]
+    return [
+        Schedule(retire, "random", quantum=24, seed=s, resident=64, caches=True, budget=300_000)
+        for s in SEEDS
+        for retire in ("random", "late")
+    ]
 
 
 def exchange(schedule: Schedule, **defines: int) -> bool:

@@ -17,5 +17,19 @@ def test_triton_scaled_dot_is_right(gemm, schedule):
     x = mx.operands(m, n, k)
     c = np.full((m, n), 0xFFFF, np.uint16)
     kernel, lds = compile_triton(gemm)
-    run(kernel, (n // gemm.block_n, m // gemm.block_m), 64 * gemm.warps, x.a, x.b, x.a_scale, x.b_scale, c, m, n, k, schedule=schedule, lds_bytes=lds)
+    run(
+        kernel,
+        (n // gemm.block_n, m // gemm.block_m),
+        64 * gemm.warps,
+        x.a,
+        x.b,
+        x.a_scale,
+        x.b_scale,
+        c,
+        m,
+        n,
+        k,
+        schedule=schedule,
+        lds_bytes=lds,
+    )
     assert mx.error(mx.from_bf16(c), x.product) < 2e-3

@@ -13,7 +13,17 @@ from .assembly import Kernel, parse
 from .interpreter import CACHE, compiler
 
 ROOT = Path(__file__).parents[2]
-FLAGS = ("-x", "hip", "--cuda-device-only", "-nogpuinc", "-nogpulib", "-O3", "-std=c++17", "-gline-tables-only", "-D__HIP_PLATFORM_AMD__")
+FLAGS = (
+    "-x",
+    "hip",
+    "--cuda-device-only",
+    "-nogpuinc",
+    "-nogpulib",
+    "-O3",
+    "-std=c++17",
+    "-gline-tables-only",
+    "-D__HIP_PLATFORM_AMD__",
+)
 
 
 def missing(*, triton: bool = False) -> str | None:
@@ -43,7 +53,9 @@ def includes() -> tuple[str, ...]:
 
 @functools.cache
 def _version() -> str:
-    return subprocess.run([sys.executable, "-m", "ziglang", "version"], check=True, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-m", "ziglang", "version"], check=True, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def _clang(arguments: list[str], text: str) -> str:
@@ -53,10 +65,24 @@ def _clang(arguments: list[str], text: str) -> str:
     return done.stdout
 
 
-def compile_hip(source: str | Path, *, defines: dict[str, object] | None = None, append: str = "", arch: str = "gfx950", flags: tuple[str, ...] = ()) -> dict[str, Kernel]:
+def compile_hip(
+    source: str | Path,
+    *,
+    defines: dict[str, object] | None = None,
+    append: str = "",
+    arch: str = "gfx950",
+    flags: tuple[str, ...] = (),
+) -> dict[str, Kernel]:
     """Kernels of a .hip file by symbol. `append` is put after the file: explicit instantiations of templates, for instance."""
     source = Path(source)
-    options = [*FLAGS, f"--offload-arch={arch}", *includes(), *flags, f"-I{source.parent}", *(f"-D{k}={v}" for k, v in (defines or {}).items())]
+    options = [
+        *FLAGS,
+        f"--offload-arch={arch}",
+        *includes(),
+        *flags,
+        f"-I{source.parent}",
+        *(f"-D{k}={v}" for k, v in (defines or {}).items()),
+    ]
     text = f'#line 1 "{source}"\n{source.read_text()}\n{append}\n'
     expanded = _clang([*options, "-E"], text)
     key = hashlib.sha256("\0".join((_version(), arch, *flags, expanded)).encode()).hexdigest()[:24]

@@ -30,12 +30,24 @@ def scaled_gemm(a_ptr, b_ptr, a_scale_ptr, b_scale_ptr, c_ptr, M, N, K, BM: tl.c
 
 def assembly(gemm) -> str:
     """The LDS bytes on the first line, then the assembly."""
-    types = dict.fromkeys(("a_ptr", "b_ptr"), "*fp8e4nv") | dict.fromkeys(("a_scale_ptr", "b_scale_ptr"), "*u8") | {"c_ptr": "*bf16"}
+    types = (
+        dict.fromkeys(("a_ptr", "b_ptr"), "*fp8e4nv")
+        | dict.fromkeys(("a_scale_ptr", "b_scale_ptr"), "*u8")
+        | {"c_ptr": "*bf16"}
+    )
     constants = {"BM": gemm.block_m, "BN": gemm.block_n, "BK": gemm.block_k}
     signature = types | dict.fromkeys("MNK", "i32") | dict.fromkeys(constants, "constexpr")
     aligned = {(i,): [["tt.divisibility", 16]] for i in range(8)}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        kernel = triton.compile(ASTSource(scaled_gemm, signature, constexprs=constants, attrs=aligned), target=GPUTarget("hip", "gfx950", 64),
-                                options={"num_warps": gemm.warps, "num_stages": gemm.stages, "matrix_instr_nonkdim": gemm.matrix, "waves_per_eu": 2})  # fmt: skip
+        kernel = triton.compile(
+            ASTSource(scaled_gemm, signature, constexprs=constants, attrs=aligned),
+            target=GPUTarget("hip", "gfx950", 64),
+            options={
+                "num_warps": gemm.warps,
+                "num_stages": gemm.stages,
+                "matrix_instr_nonkdim": gemm.matrix,
+                "waves_per_eu": 2,
+            },
+        )
     return f"{kernel.metadata.shared}\n{kernel.asm['amdgcn']}"

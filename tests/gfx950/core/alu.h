@@ -1,7 +1,7 @@
 // Scalar and per-lane instructions, one table row each: name, signature, meaning.
-// Signature: results '=' sources. u 32 bits, f fp32, h fp16 in the low half, s 16-bit integer, q 64 bits, d fp64, m one bit per lane.
-// A row reads x.a, x.b, x.c (raw bits; |x| and -x are applied for f, h, d) and x.carry (SCC, or the lane's bit of an 'm' source);
-// it writes x.r and, for SCC or an 'm' result, x.flag. x.old is the previous content of the destination.
+// Signature: results '=' sources. u 32 bits, f fp32, h fp16 in the low half, s 16-bit integer, q 64 bits, d fp64, m one bit per
+// lane. A row reads x.a, x.b, x.c (raw bits; |x| and -x are applied for f, h, d) and x.carry (SCC, or the lane's bit of an 'm'
+// source); it writes x.r and, for SCC or an 'm' result, x.flag. x.old is the previous content of the destination.
 #pragma once
 #include <cmath>
 #include <cstring>
@@ -20,10 +20,27 @@ struct AluOp {
   void (*run)(Alu&);
 };
 
-inline float f32(u64 x) { float f; u32 y = u32(x); std::memcpy(&f, &y, 4); return f; }
-inline u64 bits(float f) { u32 y; std::memcpy(&y, &f, 4); return y; }
-inline double f64(u64 x) { double f; std::memcpy(&f, &x, 8); return f; }
-inline u64 bits(double f) { u64 y; std::memcpy(&y, &f, 8); return y; }
+inline float f32(u64 x) {
+  float f;
+  u32 y = u32(x);
+  std::memcpy(&f, &y, 4);
+  return f;
+}
+inline u64 bits(float f) {
+  u32 y;
+  std::memcpy(&y, &f, 4);
+  return y;
+}
+inline double f64(u64 x) {
+  double f;
+  std::memcpy(&f, &x, 8);
+  return f;
+}
+inline u64 bits(double f) {
+  u64 y;
+  std::memcpy(&y, &f, 8);
+  return y;
+}
 inline i64 sx(u64 x) { return i32(u32(x)); }
 inline i64 s16(u64 x) { return int16_t(u16(x)); }
 
@@ -79,9 +96,17 @@ inline u64 truth(u64 table, u64 a, u64 b, u64 c) {
     if (table >> i & 1) r |= (i & 4 ? a : ~a) & (i & 2 ? b : ~b) & (i & 1 ? c : ~c);
   return r;
 }
-inline u64 reverse(u64 x) { u64 r = 0; for (int i = 0; i < 32; ++i) r |= (x >> i & 1) << (31 - i); return r; }
+inline u64 reverse(u64 x) {
+  u64 r = 0;
+  for (int i = 0; i < 32; ++i) r |= (x >> i & 1) << (31 - i);
+  return r;
+}
 inline u64 find_high(u64 x) { return u32(x) ? u64(__builtin_clz(u32(x))) : 0xffffffffu; }
-inline u64 find_low(u64 x, int n) { for (int i = 0; i < n; ++i) if (x >> i & 1) return u64(i); return 0xffffffffu; }
+inline u64 find_low(u64 x, int n) {
+  for (int i = 0; i < n; ++i)
+    if (x >> i & 1) return u64(i);
+  return 0xffffffffu;
+}
 inline i64 clamp_int(double x, double lo, double hi) { return std::isnan(x) ? 0 : i64(std::fmin(std::fmax(x, lo), hi)); }
 inline u64 bfe(u64 x, u64 at, u64 n, bool sign) {
   at &= 31, n &= 31;
@@ -94,24 +119,54 @@ inline u64 bfe64(u64 x, u64 at, u64 n, bool sign) {
   x = n >= 64 ? x >> at : x >> at & ((1ull << n) - 1);
   return sign && n < 64 && x >> (n - 1) & 1 ? x | ~0ull << n : x;
 }
-// A 16-bit result goes to the half of the destination that the op_sel bit after the sources' names; the other half keeps its content.
+// A 16-bit result goes to the half of the destination that the op_sel bit after the sources' names; the other half keeps its
+// content.
 inline u64 half(const Alu& x, u64 v) {
   const bool high = x.in->mod[kOpSel] >> (x.in->mod[kOperands] - 1) & 1;
   return high ? (x.old & 0xffff) | (v & 0xffff) << 16 : (x.old & 0xffff0000) | (v & 0xffff);
 }
 
-#define ROW(name, sig, expr) {name, sig, [](Alu& x) { const u64 a = x.a, b = x.b, c = x.c; (void)a, (void)b, (void)c; x.r = u64(expr); }}
-#define FLT(name, sig, expr) {name, sig, [](Alu& x) { const float a = f32(x.a), b = f32(x.b), c = f32(x.c); (void)a, (void)b, (void)c; x.r = bits(float(expr)); }}
-#define SCC(name, sig, expr) {name, sig, [](Alu& x) { const u64 a = x.a, b = x.b; (void)a, (void)b; x.r = u64(expr); x.flag = x.r != 0; }}
-#define SCC32(name, expr) {name, "u=uu", [](Alu& x) { const u64 a = x.a, b = x.b; (void)a, (void)b; x.r = u32(expr); x.flag = x.r != 0; }}
-#define FLAG(name, sig, expr, cond) {name, sig, [](Alu& x) { const u64 a = x.a, b = x.b, c = x.c; (void)a, (void)b, (void)c; x.r = u64(expr); x.flag = (cond); }}
+#define ROW(name, sig, expr)              \
+  {name, sig, [](Alu& x) {                \
+     const u64 a = x.a, b = x.b, c = x.c; \
+     (void)a, (void)b, (void)c;           \
+     x.r = u64(expr);                     \
+   }}
+#define FLT(name, sig, expr)                               \
+  {name, sig, [](Alu& x) {                                 \
+     const float a = f32(x.a), b = f32(x.b), c = f32(x.c); \
+     (void)a, (void)b, (void)c;                            \
+     x.r = bits(float(expr));                              \
+   }}
+#define SCC(name, sig, expr)     \
+  {name, sig, [](Alu& x) {       \
+     const u64 a = x.a, b = x.b; \
+     (void)a, (void)b;           \
+     x.r = u64(expr);            \
+     x.flag = x.r != 0;          \
+   }}
+#define SCC32(name, expr)        \
+  {name, "u=uu", [](Alu& x) {    \
+     const u64 a = x.a, b = x.b; \
+     (void)a, (void)b;           \
+     x.r = u32(expr);            \
+     x.flag = x.r != 0;          \
+   }}
+#define FLAG(name, sig, expr, cond)       \
+  {name, sig, [](Alu& x) {                \
+     const u64 a = x.a, b = x.b, c = x.c; \
+     (void)a, (void)b, (void)c;           \
+     x.r = u64(expr);                     \
+     x.flag = (cond);                     \
+   }}
 #define CMP6(prefix, type, sig, get)                                                      \
   {prefix "_lt_" type, sig, [](Alu& x) { x.flag = get(x.a) < get(x.b); }},                \
   {prefix "_gt_" type, sig, [](Alu& x) { x.flag = get(x.a) > get(x.b); }},                \
   {prefix "_le_" type, sig, [](Alu& x) { x.flag = get(x.a) <= get(x.b); }},               \
   {prefix "_ge_" type, sig, [](Alu& x) { x.flag = get(x.a) >= get(x.b); }},               \
   {prefix "_eq_" type, sig, [](Alu& x) { x.flag = get(x.a) == get(x.b); }}
-#define CMPI(prefix, type, ne, sig, get) CMP6(prefix, type, sig, get), {prefix "_" ne "_" type, sig, [](Alu& x) { x.flag = get(x.a) != get(x.b); }}
+#define CMPI(prefix, type, ne, sig, get) \
+  CMP6(prefix, type, sig, get), {prefix "_" ne "_" type, sig, [](Alu& x) { x.flag = get(x.a) != get(x.b); }}
 #define CMPF(prefix, type, sig, get)                                                                                       \
   CMP6(prefix, type, sig, get),                                                                                            \
   {prefix "_lg_" type, sig, [](Alu& x) { x.flag = get(x.a) < get(x.b) || get(x.a) > get(x.b); }},                          \

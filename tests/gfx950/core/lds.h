@@ -1,6 +1,6 @@
-// A workgroup's LDS: bytes, who reads or writes each of them right now and since which barrier, and the bank conflicts of an access.
-// Two accesses of different waves are ordered only by barriers: an access that completed (was waited for) after the n-th barrier
-// comes before one issued after barrier n+1. So a race is found whatever order the waves happen to run in here.
+// A workgroup's LDS: bytes, who reads or writes each of them right now and since which barrier, and the bank conflicts of an
+// access. Two accesses of different waves are ordered only by barriers: an access that completed (was waited for) after the n-th
+// barrier comes before one issued after barrier n+1. So a race is found whatever order the waves happen to run in here.
 #pragma once
 #include <algorithm>
 #include <array>

@@ -10,8 +10,8 @@ struct Launch {  // mirrored in interpreter.py
   const Inst* code;
   const char* const* names;
   Counters* counters;
-  u32* trace;            // of the first workgroup: [waves][trace_capacity] program counters, or null
-  u64* trace_length;     // [waves]
+  u32* trace;         // of the first workgroup: [waves][trace_capacity] program counters, or null
+  u64* trace_length;  // [waves]
   u64 trace_capacity;
   u32 length, lds_bytes, scratch_bytes, user_sgprs, workgroup_ids, device;
   i32 after;  // the launch that must have ended before (a stream), or -1
@@ -49,8 +49,11 @@ struct Workgroup {
   std::vector<std::unique_ptr<Runner>> waves;
 
   Workgroup(const Launch& l, const std::vector<Code>& c, u64 index, Memory& memory, Cache* l2, Cache* device, const Policy& policy)
-      : launch(&l), code(&c), id{u32(index % l.grid[0]), u32(index / l.grid[0] % l.grid[1]), u32(index / l.grid[0] / l.grid[1])},
-        traced(l.trace && index == 0), lds(l.lds_bytes, int((l.block[0] * l.block[1] * l.block[2] + 63) / 64)),
+      : launch(&l),
+        code(&c),
+        id{u32(index % l.grid[0]), u32(index / l.grid[0] % l.grid[1]), u32(index / l.grid[0] / l.grid[1])},
+        traced(l.trace && index == 0),
+        lds(l.lds_bytes, int((l.block[0] * l.block[1] * l.block[2] + 63) / 64)),
         path(memory, policy.caches ? std::vector<Cache*>{&l1, l2, device} : std::vector<Cache*>{}) {
     const u32 threads = l.block[0] * l.block[1] * l.block[2];
     for (u32 w = 0; w * kLanes < threads; ++w) {
@@ -78,7 +81,9 @@ struct Workgroup {
     int at = 0, over = 0;
     for (const auto& r : waves) at += r->state == kAtBarrier, over += r->state == kEnded;
     if (!at || size_t(at + over) < waves.size()) return;
-    if (over) throw Hazard{"divergent-barrier", std::to_string(at) + " waves wait at a barrier that the others have passed by or ended without"};
+    if (over)
+      throw Hazard{"divergent-barrier",
+                   std::to_string(at) + " waves wait at a barrier that the others have passed by or ended without"};
     for (auto& r : waves) r->state = kRunning, ++r->memory->epoch;
   }
   void step(int w) {
@@ -112,7 +117,8 @@ struct Workgroup {
         r.state = kEnded;
         break;
       case kClassCache: r.memory->cache(c); break;
-      case kClassNop: case kClassSleep: break;
+      case kClassNop:
+      case kClassSleep: break;
     }
     r.wave.pc = jump ? c.in->mod[kTarget] : r.wave.pc + 1;
   }
@@ -122,7 +128,8 @@ void fill(char* to, size_t n, const std::string& text) { std::snprintf(to, n, "%
 
 class Machine {
  public:
-  Machine(Launch* launches, int n, const Policy& policy, Error* error) : launches_(launches), n_(n), policy_(policy), random_(u32(policy.seed)), error_(error) {}
+  Machine(Launch* launches, int n, const Policy& policy, Error* error)
+      : launches_(launches), n_(n), policy_(policy), random_(u32(policy.seed)), error_(error) {}
 
   Memory memory;
 
@@ -170,7 +177,8 @@ class Machine {
   i64 in_flight(int launch) const {
     return std::count_if(live_.begin(), live_.end(), [&](const auto& w) { return w->launch == &launches_[launch]; });
   }
-  void release(u32 device) {  // the end of a kernel is a release at system scope; here it comes when the other kernels have ended too
+  void release(
+      u32 device) {  // the end of a kernel is a release at system scope; here it comes when the other kernels have ended too
     for (auto& [key, l2] : l2_)
       if (key.first == device) Path(memory, {nullptr, &l2, &device_[device]}).writeback(kSystemScope);
   }
@@ -182,7 +190,8 @@ class Machine {
   void start(int launch) {
     const u64 index = next_[size_t(launch)]++;
     const u32 device = launches_[launch].device;
-    live_.push_back(std::make_unique<Workgroup>(launches_[launch], code_[size_t(launch)], index, memory, &l2_[{device, u32(index % kXcds)}], &device_[device], policy_));
+    live_.push_back(std::make_unique<Workgroup>(launches_[launch], code_[size_t(launch)], index, memory,
+                                                &l2_[{device, u32(index % kXcds)}], &device_[device], policy_));
   }
   // Every wave that can run gets one turn: until a barrier, its end, a sleep or the quantum.
   void round() {
@@ -233,8 +242,8 @@ class Machine {
 }  // namespace
 }  // namespace gfx950
 
-extern "C" int gfx950_run(gfx950::Launch* launches, int n, const gfx950::Buffer* buffers, int n_buffers, const gfx950::Policy* policy,
-                          gfx950::Error* error) {
+extern "C" int gfx950_run(gfx950::Launch* launches, int n, const gfx950::Buffer* buffers, int n_buffers,
+                          const gfx950::Policy* policy, gfx950::Error* error) {
   gfx950::Machine machine(launches, n, *policy, error);
   for (int i = 0; i < n_buffers; ++i) machine.memory.add(buffers[i].base, buffers[i].size, buffers[i].data);
   return machine.run() ? 0 : 1;

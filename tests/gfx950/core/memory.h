@@ -1,5 +1,5 @@
-// Global memory: the caller's arrays at made-up addresses (anything else is out of range), and, when asked for, the caches between a
-// workgroup and memory: L1 of its CU, L2 of its XCD, and what its device has not made visible to others. A store stays where its
+// Global memory: the caller's arrays at made-up addresses (anything else is out of range), and, when asked for, the caches between
+// a workgroup and memory: L1 of its CU, L2 of its XCD, and what its device has not made visible to others. A store stays where its
 // scope allows it to stay until a writeback; a load may hit any older copy that its scope allows it to hit until an invalidate.
 #pragma once
 #include <algorithm>
@@ -16,7 +16,11 @@ namespace gfx950 {
 
 enum Scope : u8 { kWaveScope, kWorkgroupScope, kAgentScope, kSystemScope };  // sc0 + 2 * sc1
 
-inline std::string hex(u64 x) { char text[32]; std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(x)); return text; }
+inline std::string hex(u64 x) {
+  char text[32];
+  std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(x));
+  return text;
+}
 
 class Memory {
  public:
@@ -49,7 +53,8 @@ class Memory {
     for (size_t i = 0; i < buffers_.size(); ++i) {
       const Buffer& b = buffers_[i];
       if (addr + (1u << 24) >= b.base && addr <= b.base + b.size + (1u << 24))
-        where = "array " + std::to_string(i) + " of " + std::to_string(b.size) + " bytes, at byte " + std::to_string(i64(addr - b.base));
+        where = "array " + std::to_string(i) + " of " + std::to_string(b.size) + " bytes, at byte " +
+                std::to_string(i64(addr - b.base));
     }
     throw Hazard{"out-of-range", std::to_string(n) + " bytes at " + hex(addr) + " (" + where + ")"};
   }
@@ -116,11 +121,14 @@ class Path {
 
  private:
   u8 read_byte(u64 a, Scope scope) {
-    const size_t first = scope == kSystemScope ? caches_.size() : scope == kAgentScope ? 2 : 0;  // older copies may be hit from here on
+    const size_t first = scope == kSystemScope  ? caches_.size()
+                         : scope == kAgentScope ? 2
+                                                : 0;  // older copies may be hit from here on
     u8 byte = 0;
     size_t c = 0;
     for (; c < caches_.size(); ++c)
-      if (const Cache::Line* l = caches_[c]->find(a); l && ((l->dirty >> a % Cache::kLine & 1) || (c >= first && l->valid >> a % Cache::kLine & 1))) {
+      if (const Cache::Line* l = caches_[c]->find(a);
+          l && ((l->dirty >> a % Cache::kLine & 1) || (c >= first && l->valid >> a % Cache::kLine & 1))) {
         byte = l->data[a % Cache::kLine];
         break;
       }

@@ -12,14 +12,14 @@ namespace gfx950 {
 struct Policy {
   enum Retire : i32 { kLate, kEarly, kRandom };
   i32 retire;
-  i32 order;            // 0 forward, 1 reverse, 2 random
-  i32 quantum;          // instructions before another wave runs
+  i32 order;    // 0 forward, 1 reverse, 2 random
+  i32 quantum;  // instructions before another wave runs
   i32 seed;
   i32 soffset_checked;  // does the raw-buffer range check see soffset?
   i32 resident;         // workgroups in flight per launch
   i32 caches;           // model L1, L2 and device-wide caching
   i32 unused;
-  u64 budget;           // instructions in all, then "no progress"
+  u64 budget;  // instructions in all, then "no progress"
 };
 
 struct Counters {  // per instruction of the program
@@ -34,17 +34,23 @@ struct Transfer {
   u64 exec;
   bool applied = false;
   Scope scope = kWaveScope;
-  u64 addr[kLanes];        // global address, or LDS address of the first part
-  u64 addr2[kLanes];       // LDS address of the second part
-  u32 lds[kLanes];         // DMA: destination
-  u8 in_range[kLanes];     // one bit per dword
-  u32 data[4][kLanes];     // store data, or a result that is only on its way
+  u64 addr[kLanes];     // global address, or LDS address of the first part
+  u64 addr2[kLanes];    // LDS address of the second part
+  u32 lds[kLanes];      // DMA: destination
+  u8 in_range[kLanes];  // one bit per dword
+  u32 data[4][kLanes];  // store data, or a result that is only on its way
 };
 
 class WaveMemory {
  public:
   WaveMemory(Wave& w, Lds& lds, Path& memory, int id, u32 scratch_bytes, const Policy& policy)
-      : w_(w), lds_(lds), memory_(memory), policy_(policy), id_(id), scratch_(size_t(scratch_bytes) * kLanes, Lds::kPoison), scratch_bytes_(scratch_bytes) {}
+      : w_(w),
+        lds_(lds),
+        memory_(memory),
+        policy_(policy),
+        id_(id),
+        scratch_(size_t(scratch_bytes) * kLanes, Lds::kPoison),
+        scratch_bytes_(scratch_bytes) {}
 
   u32 epoch = 0;  // barriers passed
 
@@ -109,7 +115,8 @@ class WaveMemory {
       t->addr2[l] = base[l] + u64(in.mod[kOffset1] * op.stride);
       if (t->exec >> l & 1)
         for (int p = 0; p < op.parts; ++p)
-          if (piece(*t, p, l) + u64(op.bytes) > lds_.size()) throw Hazard{"out-of-range", "LDS address " + std::to_string(piece(*t, p, l)) + " of " + std::to_string(lds_.size())};
+          if (piece(*t, p, l) + u64(op.bytes) > lds_.size())
+            throw Hazard{"out-of-range", "LDS address " + std::to_string(piece(*t, p, l)) + " of " + std::to_string(lds_.size())};
     }
     t->registers = op.parts * std::max(1, op.bytes / 4);
     if (op.write) {
@@ -158,7 +165,9 @@ class WaveMemory {
       const u32 m0 = w_.s[kM0] + u32(in.mod[kOffset]);
       for (int l = 0; l < kLanes; ++l) t->lds[l] = m0 + u32(l * t->bytes);
       for (int l = 0; l < kLanes; ++l)
-        if ((t->exec >> l & 1) && t->lds[l] + u32(t->bytes) > lds_.size()) throw Hazard{"out-of-range", "a transfer to LDS address " + std::to_string(t->lds[l]) + " of " + std::to_string(lds_.size())};
+        if ((t->exec >> l & 1) && t->lds[l] + u32(t->bytes) > lds_.size())
+          throw Hazard{"out-of-range",
+                       "a transfer to LDS address " + std::to_string(t->lds[l]) + " of " + std::to_string(lds_.size())};
       each_byte(*t, [&](u32 a) { lds_.begin_write(a, id_, epoch, Lds::kDma); });
     }
     if (loads || returns) {
@@ -179,7 +188,9 @@ class WaveMemory {
   }
   // Whether the later of two operations of one queue may overtake the earlier: only plain accesses to different addresses.
   static bool independent(const Transfer& a, const Transfer& b) {
-    const auto plain = [](const Transfer& t) { return t.kind == Transfer::kVector || t.kind == Transfer::kDma || t.kind == Transfer::kWrite; };
+    const auto plain = [](const Transfer& t) {
+      return t.kind == Transfer::kVector || t.kind == Transfer::kDma || t.kind == Transfer::kWrite;
+    };
     if (a.kind == Transfer::kScalar && b.kind == Transfer::kScalar) return true;
     if (!plain(a) || !plain(b) || a.code->space == kScratch || b.code->space == kScratch) return false;
     if (a.kind == Transfer::kDma && b.kind == Transfer::kDma && a.lds[0] == b.lds[0]) return false;
@@ -203,7 +214,8 @@ class WaveMemory {
     for (int r = 0; r < t.registers; ++r) {
       bool own = false;
       for (const auto& o : same)
-        own = own || (o->dst.kind == t.dst.kind && o->registers && t.dst.index + r >= o->dst.index && t.dst.index + r < o->dst.index + o->registers);
+        own = own || (o->dst.kind == t.dst.kind && o->registers && t.dst.index + r >= o->dst.index &&
+                      t.dst.index + r < o->dst.index + o->registers);
       Operand one = t.dst;
       one.index += r;
       if (!own) w_.check(one, 1);
@@ -289,7 +301,8 @@ class WaveMemory {
     t.applied = true;
     if (t.kind == Transfer::kNothing) return;
     if (t.kind == Transfer::kWriteback) return memory_.writeback(t.scope);
-    if (t.kind == Transfer::kScalar) return memory_.read(t.addr[0], 4 * t.registers, reinterpret_cast<u8*>(&w_.s[t.dst.index]), kWaveScope);
+    if (t.kind == Transfer::kScalar)
+      return memory_.read(t.addr[0], 4 * t.registers, reinterpret_cast<u8*>(&w_.s[t.dst.index]), kWaveScope);
     for (int l = 0; l < kLanes; ++l) {
       if (!(t.exec >> l & 1)) continue;
       u8 bytes[32] = {};
@@ -309,10 +322,12 @@ class WaveMemory {
         }
         case Transfer::kRegister: w_.v[t.dst.index][l] = t.data[0][l]; break;
         case Transfer::kDsRead:
-          for (int p = 0; p < t.parts; ++p) set_registers(t, l, lds_.at(u32(piece(t, p, l))), t.code->ds->fill, t.bytes, p * std::max(1, t.bytes / 4));
+          for (int p = 0; p < t.parts; ++p)
+            set_registers(t, l, lds_.at(u32(piece(t, p, l))), t.code->ds->fill, t.bytes, p * std::max(1, t.bytes / 4));
           break;
         case Transfer::kDsWrite:
-          for (int p = 0; p < t.parts; ++p) gather(t, l, 2 * p, t.bytes, bytes), std::memcpy(lds_.at(u32(piece(t, p, l))), bytes, size_t(t.bytes));
+          for (int p = 0; p < t.parts; ++p)
+            gather(t, l, 2 * p, t.bytes, bytes), std::memcpy(lds_.at(u32(piece(t, p, l))), bytes, size_t(t.bytes));
           break;
         default: break;
       }
@@ -320,7 +335,8 @@ class WaveMemory {
   }
 
   u8* private_bytes(u64 a, int lane, int n) {
-    if (a + u64(n) > scratch_bytes_) throw Hazard{"out-of-range", "scratch address " + std::to_string(a) + " of " + std::to_string(scratch_bytes_)};
+    if (a + u64(n) > scratch_bytes_)
+      throw Hazard{"out-of-range", "scratch address " + std::to_string(a) + " of " + std::to_string(scratch_bytes_)};
     return &scratch_[size_t(lane) * scratch_bytes_ + a];
   }
   void get(const Transfer& t, int l, u8* out) {

@@ -32,7 +32,10 @@ class Wave {
     if (o.kind != kVgpr && o.kind != kSgpr) return;
     for (int i = 0; i < registers; ++i)
       if ((o.kind == kVgpr ? pending_v_[o.index + i] : pending_s_[o.index + i]) != 0)
-        throw Hazard{"register-in-flight", std::string("uses ") + (o.kind == kSgpr ? "s" : o.index < 256 ? "v" : "a") +
+        throw Hazard{"register-in-flight", std::string("uses ") +
+                                               (o.kind == kSgpr ? "s"
+                                                : o.index < 256 ? "v"
+                                                                : "a") +
                                                std::to_string((o.index + i) % 256) + " before the wait for its load"};
   }
   bool pending_v(int i) const { return pending_v_[i] != 0; }
@@ -41,7 +44,8 @@ class Wave {
   u64 scalar(const Operand& o, char type) const {
     const bool wide = type == 'q' || type == 'd';
     if (o.kind == kSgpr) return check(o, wide ? 2 : 1), wide ? get64(o.index) : s[o.index];
-    if (o.kind == kFloat) return wide ? o.value : type == 'h' || type == 's' ? to_f16(float(f64(o.value))) : bits(float(f64(o.value)));
+    if (o.kind == kFloat)
+      return wide ? o.value : type == 'h' || type == 's' ? to_f16(float(f64(o.value))) : bits(float(f64(o.value)));
     if (o.kind == kInt) return type == 'd' && i64(o.value) > 64 ? o.value << 32 : wide ? o.value : o.value & 0xffffffff;
     throw Hazard{"bad-operand", "a vector register where a scalar belongs"};
   }
@@ -205,7 +209,8 @@ class Wave {
         fetch(in, in.op[1], 0, 'u', x), fetch(in, in.op[2], 1, 'u', y);
         for (int l = 0; l < kLanes; ++l)
           if (active(l)) {
-            const u64 below = c.what == kMbcntLo ? (l < 32 ? (1ull << l) - 1 : 0xffffffffull) : (l < 32 ? 0 : (1ull << (l - 32)) - 1);
+            const u64 below =
+                c.what == kMbcntLo ? (l < 32 ? (1ull << l) - 1 : 0xffffffffull) : (l < 32 ? 0 : (1ull << (l - 32)) - 1);
             v[d.index][l] = u32(__builtin_popcountll(x[l] & below) + y[l]);
           }
     }

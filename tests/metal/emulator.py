@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tests.metal import source as msl
 from tests.metal import toolchain
+from tests.metal.lint import lint
 
 ORDERS = ("forward", "reverse", "shuffled")
 SIMD_SUMS = ("butterfly", "adjacent", "forward", "reverse")
@@ -208,7 +209,7 @@ def mismatch(tensor: Tensor, argument: Argument, *, is_scalar: bool) -> str | No
     return None if fits else given
 
 
-def compile_failure(error: toolchain.CompileError) -> SyntaxError:
+def compile_failure(error: object) -> SyntaxError:
     return SyntaxError(f"Failed to compile\n{error}")
 
 
@@ -218,9 +219,12 @@ class ShaderLibrary:
     def __init__(self, source: str, metal_version: int) -> None:
         msl.require_ascii(source)
         try:
-            code, self.kernels = msl.translate(toolchain.preprocess(source, metal_version))
+            text = toolchain.preprocess(source, metal_version)
         except toolchain.CompileError as e:
             raise compile_failure(e) from None
+        if findings := lint(text, metal_version):
+            raise compile_failure("\n".join(map(str, findings)))
+        code, self.kernels = msl.translate(text)
         self._metal_version = metal_version
         head = '#include "msl/entry.h"\n#ifdef MSL_CHECKED\n#include "msl/checks.h"\n#endif\n'
         self._code = head + code + msl.entry_points(self.kernels)

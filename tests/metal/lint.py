@@ -1,8 +1,8 @@
 """What Apple's compiler refuses and clang, reading Metal as C++, does not: a check of source text.
 
-The rules are those of the Metal Shading Language specification (its section on restrictions, address spaces and attributes) and of
-torch.mps. The text is read without expanding macros, so a rule may miss what a macro hides; it should never refuse legal Metal but
-for recursion, which is legal in kernels and always a mistake in them.
+The rules are those of the Metal Shading Language specification (restrictions, address spaces, attributes) and of torch.mps. A rule
+misses what a macro hides, so the emulator applies them to preprocessed source. None should refuse legal Metal, but for recursion,
+which kernels may use and should not.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def lint(source: str, metal_version: int = 310) -> list[Finding]:
     code = re.sub(r"^[ \t]*#(?:[^\n\\]|\\.|\\\n)*", lambda m: re.sub(r"[^\n]", " ", m[0]), text, flags=re.M)  # without directives
     checks = (includes(msl.strip_comments(source)), words(code), attributes(code), reserved(code), pointers(text, code), storage(code))
     found += [f for check in (*checks, classes(code), lambdas(code, metal_version), recursion(code), kernels(msl.strip_comments(source))) for f in check]
-    return [Finding(source.count("\n", 0, at) + 1, message) for at, message in sorted(set(found))]
+    return [Finding(msl.line_of(source, at), message) for at, message in sorted(set(found))]
 
 
 def includes(text: str) -> Iterator[tuple[int, str]]:
@@ -186,9 +186,8 @@ def kernels(text: str) -> Iterator[tuple[int, str]]:
         yield m.start(), f"a kernel returns void, not {m[1]}"
     try:
         msl.kernel_functions(code)
-    except SyntaxError as e:
-        line = int(re.search(r"line (\d+)", str(e))[1])
-        yield [0, *(i + 1 for i, c in enumerate(code) if c == "\n")][line - 1], str(e).split(": ", 1)[1]
+    except msl.SourceError as e:
+        yield e.at, e.problem
         return
     for m in msl.KERNEL.finditer(code):
         for parameter in msl.split_arguments(code[m.end() : msl.closing(code, m.end() - 1)]):

@@ -70,8 +70,12 @@ def line_of(source: str, at: int) -> int:
     return line + source.count("\n", start, at)
 
 
-def error(source: str, at: int, message: str) -> SyntaxError:
-    return SyntaxError(f"line {line_of(source, at)}: {message}")
+class SourceError(SyntaxError):
+    """What is wrong at a position of the source."""
+
+    def __init__(self, source: str, at: int, problem: str) -> None:
+        super().__init__(f"line {line_of(source, at)}: {problem}")
+        self.at, self.problem = at, problem
 
 
 def closing(source: str, at: int) -> int:
@@ -83,7 +87,7 @@ def closing(source: str, at: int) -> int:
         depth += (source[i] == opening) - (source[i] == end)
         if depth == 0:
             return i
-    raise error(source, at, f"{opening} is never closed")
+    raise SourceError(source, at, f"{opening} is never closed")
 
 
 def split_arguments(text: str) -> list[str]:
@@ -102,20 +106,20 @@ def parse_parameters(source: str, begin: int, end: int, name: str) -> tuple[Para
     for text in split_arguments(source[begin:end]):
         found = re.findall(r"\[\[\s*(\w+)\s*(?:\(\s*(\w+)\s*\))?\s*\]\]", text)
         if len(found) > 1:
-            raise error(source, begin, f"kernel {name}: one attribute per parameter, got {text.strip()!r}")
+            raise SourceError(source, begin, f"kernel {name}: one attribute per parameter, got {text.strip()!r}")
         attribute, argument = found[0] if found else ("buffer", "")
         if attribute in ATTRIBUTES:
             if attribute in SCALAR_ATTRIBUTES and not re.search(r"\b(uint|ushort|uint32_t|uint16_t)\b", text):
-                raise error(source, begin, f"kernel {name}: [[{attribute}]] is a scalar, ushort or uint")
+                raise SourceError(source, begin, f"kernel {name}: [[{attribute}]] is a scalar, ushort or uint")
             parameters.append(Parameter(1 + ATTRIBUTES.index(attribute), -1))
             continue
         if attribute != "buffer":
-            raise error(source, begin, f"kernel {name}: attribute [[{attribute}]] is unknown or cannot be set through torch.mps")
+            raise SourceError(source, begin, f"kernel {name}: attribute [[{attribute}]] is unknown or cannot be set through torch.mps")
         if argument and not argument.isdigit():
-            raise error(source, begin, f"kernel {name}: write the buffer index as a number, got {argument}")
+            raise SourceError(source, begin, f"kernel {name}: write the buffer index as a number, got {argument}")
         index = int(argument) if argument else free
         if index >= MAX_BUFFERS or index in used:
-            raise error(source, begin, f"kernel {name}: buffer index {index} is {'used twice' if index in used else f'beyond {MAX_BUFFERS - 1}'}")
+            raise SourceError(source, begin, f"kernel {name}: buffer index {index} is {'used twice' if index in used else f'beyond {MAX_BUFFERS - 1}'}")
         used.add(index)
         free = index + 1
         parameters.append(Parameter(BUFFER, index))
@@ -133,9 +137,9 @@ def kernel_functions(source: str) -> dict[str, Function]:
         end = closing(source, m.end() - 1)
         brace = re.compile(r"\s*\{").match(source, end + 1)
         if brace is None:
-            raise error(source, m.start(), f"kernel {name} has no body")
+            raise SourceError(source, m.start(), f"kernel {name} has no body")
         if name in functions:
-            raise error(source, m.start(), f"kernel {name} is defined twice: kernels cannot be overloaded")
+            raise SourceError(source, m.start(), f"kernel {name} is defined twice: kernels cannot be overloaded")
         before = re.search(r"(\[\[[^\[\]]*\]\]\s*)+$", head)
         limit = LIMIT.search((before[0] if before else "") + m["attributes"])
         is_template = re.search(r"\btemplate\s*<[^;{}]*>$", head[: before.start()].rstrip() if before else head) is not None
@@ -153,7 +157,7 @@ def instantiations(source: str, functions: dict[str, Function]) -> list[Kernel]:
     for m in INSTANTIATION.finditer(source):
         call = re.search(r"\b(\w+)\s*<[^;()]*?>\s*(?=\(|$)", m["declaration"].strip())
         if call is None or call[1] not in functions:
-            raise error(source, m.start(), f"instantiation {m['name']} names no kernel template")
+            raise SourceError(source, m.start(), f"instantiation {m['name']} names no kernel template")
         name = "".join(re.findall(r'"([^"]+)"', m["name"]))
         kernels.append(Kernel(name, call[0].strip(), functions[call[1]]))
     return kernels
@@ -171,15 +175,15 @@ def rewrite_variables(source: str, bodies: list[tuple[int, int]]) -> str:
         if re.search(r"[*&]", re.sub(r"\[[^\]]*\]", "", declaration)):
             return m[0]
         if not any(begin < m.start("declaration") < end for begin, end in bodies):
-            raise error(source, m.end(), "threadgroup variables are declared in kernel functions only")
+            raise SourceError(source, m.end(), "threadgroup variables are declared in kernel functions only")
         kind = TYPE.match(declaration)
         if kind is None:
-            raise error(source, m.end(), f"threadgroup declaration not understood: {declaration}")
+            raise SourceError(source, m.end(), f"threadgroup declaration not understood: {declaration}")
         rewritten = []
         for text in split_arguments(declaration[kind.end() :]):
             declarator = DECLARATOR.fullmatch(text)
             if declarator is None:
-                raise error(source, m.end(), f"threadgroup declaration not understood: {declaration}")
+                raise SourceError(source, m.end(), f"threadgroup declaration not understood: {declaration}")
             rewritten.append(f"MSL_THREADGROUP({declarator['name']}, {declarator['dimensions'].strip()}, {kind['type']})")
         return m["space"] + " ".join(rewritten) + "\n" * m["declaration"].count("\n")
 

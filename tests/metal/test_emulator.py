@@ -240,13 +240,14 @@ def test_orders_of_simd_sum_differ_in_rounding_only():
 @pytest.mark.parametrize(
     "source, message",
     [
-        ("kernel void k(device float* x) { float* p = x; }", "cannot initialize a variable of type 'float \\*'"),
+        ("kernel void k(device float* x) { threadgroup float* p = x; }", "cannot initialize a variable of type '.*float \\*' with an lvalue"),
+        ("kernel void k(device float* x) {\n  float a = 0.0f;\n  float* p = &a;\n}", "line 5: a pointer without an address space"),
         ("void f(device float* x) { } kernel void k(device float* x) { threadgroup float a[4]; f(a); }", "no matching function for call to 'f'"),
         ("kernel void k(constant float& x) { x = 1.0f; }", "read-only|const"),
         ("kernel void k(device float* x) { x[0] = float4(1.0f, 2.0f).x; }", "wrong number of elements in a vector constructor"),
         ("kernel void k(float2 i [[thread_position_in_grid]]) { }", "is ushort, uint or a vector of them"),
         ("kernel void k(device float* x) { x[0] = 1; } // \u00d7", "line 3: torch.mps takes ASCII only"),
-        ("\nkernel void k(device float* x [[bufer(0)]]) { }", r"line 4: kernel k: attribute \[\[bufer\]\] is unknown"),
+        ("\nkernel void k(device float* x [[bufer(0)]]) { }", r"line 4: unknown attribute bufer, did you mean buffer"),
         ("kernel void k(threadgroup float* x [[threadgroup(0)]]) { }", "cannot be set through torch.mps"),
         ("kernel void k(device float* x [[buffer(1)]], device float* y [[buffer(1)]]) { }", "buffer index 1 is used twice"),
         ("void f() {\n  threadgroup float a[4];\n}", "line 4: threadgroup variables are declared in kernel functions only"),

@@ -32,9 +32,10 @@ inline constexpr bool operands_supported =
 
 constexpr bool extent_16_or_32(int e) { return e == 16 || e == 32; }
 
-// One operand as a callable (column, row) -> float; `frames` hold one cooperative tensor per thread, or equal views of memory.
+// Calls put(column, row, value) for every element of an operand. `frames` hold one cooperative tensor per thread, or views of
+// memory that are all the same.
 template <class Operand, class Frame, class F>
-inline void read_operand(void** frames, unsigned threads, Operand* Frame::* which, int columns, int rows, F put) {
+MSL_UNCHECKED void read_operand(void** frames, unsigned threads, Operand* Frame::* which, int columns, int rows, F put) {
   if constexpr (is_cooperative<Operand>) {
     for (unsigned t = 0; t < threads; t++) {
       const Operand& part = *(static_cast<Frame*>(frames[t])->*which);
@@ -46,7 +47,7 @@ inline void read_operand(void** frames, unsigned threads, Operand* Frame::* whic
   } else {
     const Operand& view = *(static_cast<Frame*>(frames[0])->*which);
     for (int row = 0; row < rows; row++)
-      for (int column = 0; column < columns; column++) put(column, row, *view.address(column, row));
+      for (int column = 0; column < columns; column++) put(column, row, load_shared(view.address(column, row)));
   }
 }
 
@@ -142,37 +143,44 @@ struct matmul2d {
     }
   }
 
-  template <class F>
-  static void product(void** frames, unsigned threads, int k) {
-    constexpr int kBlock = 32;  // of the reduction, so that the operands fit the stack
-    static float a[D.m][kBlock], b[kBlock][D.n], sum[D.m][D.n];
-    for (auto& row : sum)
-      for (float& value : row) value = 0.0f;
-    if constexpr (D.matmul_mode == matmul2d_descriptor::mode::multiply_accumulate)
-      msl::read_operand(frames, threads, &F::destination, D.n, D.m, [&](int column, int row, auto value) { sum[row][column] = float(value); });
-    const bool forward = msl_runtime->behaviour.product_order == msl::ProductOrder::kForward;
-    const int blocks = (k + kBlock - 1) / kBlock;
-    for (int block = 0; block < blocks; block++) {
-      const int k0 = (forward ? block : blocks - 1 - block) * kBlock, length = k - k0 < kBlock ? k - k0 : kBlock;
-      msl::read_operand(frames, threads, &F::left, D.transpose_left ? D.m : k, D.transpose_left ? k : D.m, [&](int column, int row, auto value) {
-        const int i = D.transpose_left ? column : row, at = (D.transpose_left ? row : column) - k0;
-        if (at >= 0 && at < length) a[i][at] = float(value);
-      });
-      msl::read_operand(frames, threads, &F::right, D.transpose_right ? k : D.n, D.transpose_right ? D.n : k, [&](int column, int row, auto value) {
-        const int j = D.transpose_right ? row : column, at = (D.transpose_right ? column : row) - k0;
-        if (at >= 0 && at < length) b[at][j] = float(value);
-      });
+  static constexpr int kBlock = 32;  // of the reduction
+  struct Product {
+    float a[D.m][kBlock], b[kBlock][D.n], sum[D.m][D.n];
+
+    MSL_UNCHECKED void add(int length, bool forward) {
       for (int i = 0; i < D.m; i++)
         for (int step = 0; step < length; step++) {
           const int at = forward ? step : length - 1 - step;
           for (int j = 0; j < D.n; j++) sum[i][j] = __builtin_fmaf(a[i][at], b[at][j], sum[i][j]);
         }
     }
-    write(frames, threads, &F::destination, sum);
+  };
+
+  template <class F>
+  static void product(void** frames, unsigned threads, int k) {
+    static Product p;  // too large for the stack of a lane
+    __builtin_memset(p.sum, 0, sizeof p.sum);
+    if constexpr (D.matmul_mode == matmul2d_descriptor::mode::multiply_accumulate)
+      msl::read_operand(frames, threads, &F::destination, D.n, D.m, [](int column, int row, auto value) { p.sum[row][column] = float(value); });
+    const bool forward = msl_runtime->behaviour.product_order == msl::ProductOrder::kForward;
+    const int blocks = (k + kBlock - 1) / kBlock;
+    for (int block = 0; block < blocks; block++) {
+      const int k0 = (forward ? block : blocks - 1 - block) * kBlock, length = k - k0 < kBlock ? k - k0 : kBlock;
+      msl::read_operand(frames, threads, &F::left, D.transpose_left ? D.m : k, D.transpose_left ? k : D.m, [=](int column, int row, auto value) {
+        const int i = D.transpose_left ? column : row, at = (D.transpose_left ? row : column) - k0;
+        if (at >= 0 && at < length) p.a[i][at] = float(value);
+      });
+      msl::read_operand(frames, threads, &F::right, D.transpose_right ? k : D.n, D.transpose_right ? D.n : k, [=](int column, int row, auto value) {
+        const int j = D.transpose_right ? row : column, at = (D.transpose_right ? column : row) - k0;
+        if (at >= 0 && at < length) p.b[at][j] = float(value);
+      });
+      p.add(length, forward);
+    }
+    write(frames, threads, &F::destination, p.sum);
   }
 
   template <class C, class F>
-  static void write(void** frames, unsigned threads, C* F::* which, const float (&sum)[D.m][D.n]) {
+  MSL_UNCHECKED static void write(void** frames, unsigned threads, C* F::* which, const float (&sum)[D.m][D.n]) {
     using E = typename C::element_type;
     if constexpr (msl::is_cooperative<C>) {
       for (unsigned t = 0; t < threads; t++) {
@@ -185,7 +193,7 @@ struct matmul2d {
     } else {
       const C& view = *(static_cast<F*>(frames[0])->*which);
       for (int row = 0; row < D.m; row++)
-        for (int column = 0; column < D.n; column++) *view.address(column, row) = E(sum[row][column]);
+        for (int column = 0; column < D.n; column++) msl::store_shared(view.address(column, row), E(sum[row][column]));
     }
   }
 };

@@ -87,20 +87,20 @@ inline const Memory& uniform(void** frames, unsigned lanes) {
 template <class T, class Pointer>
 inline void load_matrix(MatrixMemory<T, Pointer> frame) {
   using Frame = MatrixMemory<T, Pointer>;
-  collective(frame.site, frame, [](void** frames, unsigned lanes) {
+  collective(frame.site, frame, [](void** frames, unsigned lanes) MSL_UNCHECKED {
     const Frame& common = uniform<Frame>(frames, lanes);
     for (unsigned lane = 0; lane < lanes; lane++) {
-      for (int e = 0; e < 2; e++) static_cast<Frame*>(frames[lane])->matrix->elements[e] = *common.address(matrix_position(lane, e));
+      for (int e = 0; e < 2; e++) static_cast<Frame*>(frames[lane])->matrix->elements[e] = load_shared(common.address(matrix_position(lane, e)));
     }
   });
 }
 template <class T, class Pointer>
 inline void store_matrix(MatrixMemory<T, Pointer> frame) {
   using Frame = MatrixMemory<T, Pointer>;
-  collective(frame.site, frame, [](void** frames, unsigned lanes) {
+  collective(frame.site, frame, [](void** frames, unsigned lanes) MSL_UNCHECKED {
     const Frame& common = uniform<Frame>(frames, lanes);
     for (unsigned lane = 0; lane < lanes; lane++) {
-      for (int e = 0; e < 2; e++) *common.address(matrix_position(lane, e)) = static_cast<Frame*>(frames[lane])->matrix->elements[e];
+      for (int e = 0; e < 2; e++) store_shared(common.address(matrix_position(lane, e)), static_cast<Frame*>(frames[lane])->matrix->elements[e]);
     }
   });
 }
@@ -117,7 +117,7 @@ struct MatrixProduct {
 template <class D, class A, class B, class C>
 inline void multiply(MatrixProduct<D, A, B, C> frame) {
   using Frame = MatrixProduct<D, A, B, C>;
-  collective(frame.site, frame, [](void** frames, unsigned lanes) {
+  collective(frame.site, frame, [](void** frames, unsigned lanes) MSL_UNCHECKED {
     const Frame& first = *static_cast<Frame*>(frames[0]);
     whole_simdgroup(lanes, first.site);
     float a[8][8], b[8][8], sum[8][8] = {};

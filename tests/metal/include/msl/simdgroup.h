@@ -6,7 +6,25 @@
 
 extern "C" __attribute__((visibility("hidden"))) inline msl::Runtime* msl_runtime = nullptr;
 
+// For the emulator's own loops over registers: a checked build has no hooks there. They access shared memory by the two functions.
+#define MSL_UNCHECKED __attribute__((noinline, no_sanitize("coverage", "undefined")))
+
 namespace msl {
+
+template <class Pointer>
+inline auto load_shared(Pointer from) {
+#ifdef MSL_CHECKED
+  msl_runtime->on_load((const char*)from, sizeof *from);
+#endif
+  return *from;
+}
+template <class Pointer, class T>
+inline void store_shared(Pointer to, T value) {
+#ifdef MSL_CHECKED
+  msl_runtime->on_store((const char*)to, sizeof *to);
+#endif
+  *to = value;
+}
 
 template <class Frame>
 inline void collective(Site site, Frame& frame, Combine combine, unsigned simdgroups = 1) {
@@ -16,7 +34,7 @@ inline void collective(Site site, Frame& frame, Combine combine, unsigned simdgr
 // Every lane gives a value and receives `result(values, lanes, this lane)`.
 template <class T, class F>
 inline T exchange(Site site, T value, F) {
-  collective(site, value, [](void** frames, unsigned lanes) {
+  collective(site, value, [](void** frames, unsigned lanes) MSL_UNCHECKED {
     T values[kSimdWidth];
     for (unsigned i = 0; i < lanes; i++) values[i] = *static_cast<T*>(frames[i]);
     for (unsigned i = 0; i < lanes; i++) *static_cast<T*>(frames[i]) = F{}(values, lanes, i);
@@ -38,7 +56,7 @@ struct Shuffle {
 template <class T>
 inline T shuffle(Site site, T value, unsigned source) {
   Shuffle<T> frame{value, source};
-  collective(site, frame, [](void** frames, unsigned lanes) {
+  collective(site, frame, [](void** frames, unsigned lanes) MSL_UNCHECKED {
     T values[kSimdWidth];
     for (unsigned i = 0; i < lanes; i++) values[i] = static_cast<Shuffle<T>*>(frames[i])->value;
     for (unsigned i = 0; i < lanes; i++) {

@@ -113,6 +113,35 @@ def test_misaligned_operands_give_right_results() -> None:
     check(mori_ops.mxfp8_raw(*shifted, a_scale.cuda(), b_scale.cuda()), reference.mxfp8_raw(a, b, a_scale, b_scale))
 
 
+TILES = {"64x64": (40, 1000), "64x128": (100, 8448), "128x128": (200, 8448), "128x192": (520, 5000), "128x256": (200, 12000)}
+
+
+@pytest.mark.parametrize("tile", TILES)
+def test_every_tile_of_the_gemm(tile: str) -> None:
+    """Repeatable, with a NaN code, an out-of-range scale and an infinite token among the operands; quantising on the way or before."""
+    (m, n), k = TILES[tile], 416
+    assert mori_ops.route("mxfp8_raw", m=m, n=n, k=k, device="cuda").kernel == tile
+    x = torch.randn(m, k, device="cuda") * torch.exp2(torch.randint(-8, 8, (m, 1), device="cuda"))
+    _, b, _, b_scale = (cuda(t) for t in cases.gemm_operands(1, n, k, seed=m))
+    x[m // 2, 5], x[m // 3] = torch.inf, x[m // 3] * 2.0**125
+    for row, column in ((n // 3, 7), (n // 5, 200), (n // 7, 400)):
+        b.view(torch.uint8)[row, column] = 0xFF
+    b_scale.view(torch.uint8)[n // 64, 3], b_scale.view(torch.uint8)[n // 96, 6] = 136, 5
+    a, a_scale = mori_ops.mxfp8_quantize(x)
+    wanted = reference.mxfp8_raw(a, b, a_scale, b_scale)
+    for dtype in cases.DTYPES:
+        result = mori_ops.mxfp8_raw(a, b, a_scale, b_scale, out_dtype=dtype)
+        assert torch.equal(result.isnan(), wanted.isnan())
+        finite = wanted.abs() < 1e4
+        check(torch.where(finite, result, 0), torch.where(finite, wanted, 0))
+        assert cases.same_bits(result, mori_ops.mxfp8_raw(a, b, a_scale, b_scale, out_dtype=dtype))
+        assert cases.same_bits(result, mori_ops.mxfp8_linear(x, b, b_scale, out_dtype=dtype))
+    for dtype in (torch.bfloat16, torch.float16):
+        half = x.clamp(-6e4, 6e4).to(dtype)
+        quantised = mori_ops.mxfp8_quantize(half)
+        assert cases.same_bits(mori_ops.mxfp8_linear(half, b, b_scale), mori_ops.mxfp8_raw(quantised[0], b, quantised[1], b_scale, out_dtype=dtype))
+
+
 @pytest.mark.parametrize("norm", [False, True])
 @pytest.mark.parametrize("k", [10240, 1280, 96])
 def test_gr_down_rows_do_not_depend_on_the_window(k: int, norm: bool) -> None:

@@ -12,10 +12,10 @@ __device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Descriptor of a K-major tile of 128-byte rows with the 128-byte swizzle, at a 1024-byte aligned address. +2 is 32 bytes of K.
-__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem) {
-  return static_cast<uint64_t>((smem & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
-}
+// Descriptor of a K-major tile of 128-byte rows with the 128-byte swizzle, at a 1024-byte aligned address: its low word (the
+// high one is a constant). +2 is 32 bytes of K.
+__device__ __forceinline__ uint32_t wgmma_descriptor_low(uint32_t smem) { return (smem & 0x3ffff) >> 4 | 1u << 16; }
+constexpr uint32_t kDescriptorHigh = 64u | 1u << 30;
 
 #define MORI_D8(d, i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define MORI_D32(d, i) MORI_D8(d, i), MORI_D8(d, i + 8), MORI_D8(d, i + 16), MORI_D8(d, i + 24)
@@ -26,29 +26,29 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem) {
 #define MORI_R96 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // N = 2 * (floats of d). `accumulate` false overwrites d.
-__device__ __forceinline__ void wgmma_bf16(float (&d)[32], const uint32_t* a, uint64_t b, bool accumulate) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" MORI_R0 "}, "
-               "{%32, %33, %34, %35}, %36, p, 1, 1, 0;\n}\n"
+__device__ __forceinline__ void wgmma_bf16(float (&d)[32], const uint32_t* a, uint32_t b, bool accumulate) {
+  asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {%36, %38};\nsetp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" MORI_R0 "}, "
+               "{%32, %33, %34, %35}, b, p, 1, 1, 0;\n}\n"
                : MORI_D32(d, 0)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(static_cast<int>(accumulate)), "n"(kDescriptorHigh));
 }
-__device__ __forceinline__ void wgmma_bf16(float (&d)[64], const uint32_t* a, uint64_t b, bool accumulate) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" MORI_R0 ", " MORI_R32 "}, "
-               "{%64, %65, %66, %67}, %68, p, 1, 1, 0;\n}\n"
+__device__ __forceinline__ void wgmma_bf16(float (&d)[64], const uint32_t* a, uint32_t b, bool accumulate) {
+  asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {%68, %70};\nsetp.ne.b32 p, %69, 0;\nwgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" MORI_R0 ", " MORI_R32 "}, "
+               "{%64, %65, %66, %67}, b, p, 1, 1, 0;\n}\n"
                : MORI_D32(d, 0), MORI_D32(d, 32)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(static_cast<int>(accumulate)), "n"(kDescriptorHigh));
 }
-__device__ __forceinline__ void wgmma_bf16(float (&d)[96], const uint32_t* a, uint64_t b, bool accumulate) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %101, 0;\nwgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" MORI_R0 ", " MORI_R32 ", " MORI_R64 "}, "
-               "{%96, %97, %98, %99}, %100, p, 1, 1, 0;\n}\n"
+__device__ __forceinline__ void wgmma_bf16(float (&d)[96], const uint32_t* a, uint32_t b, bool accumulate) {
+  asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {%100, %102};\nsetp.ne.b32 p, %101, 0;\nwgmma.mma_async.sync.aligned.m64n192k16.f32.bf16.bf16 {" MORI_R0 ", " MORI_R32 ", " MORI_R64 "}, "
+               "{%96, %97, %98, %99}, b, p, 1, 1, 0;\n}\n"
                : MORI_D32(d, 0), MORI_D32(d, 32), MORI_D32(d, 64)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(static_cast<int>(accumulate)), "n"(kDescriptorHigh));
 }
-__device__ __forceinline__ void wgmma_bf16(float (&d)[128], const uint32_t* a, uint64_t b, bool accumulate) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %133, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" MORI_R0 ", " MORI_R32 ", " MORI_R64 ", " MORI_R96 "}, "
-               "{%128, %129, %130, %131}, %132, p, 1, 1, 0;\n}\n"
+__device__ __forceinline__ void wgmma_bf16(float (&d)[128], const uint32_t* a, uint32_t b, bool accumulate) {
+  asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {%132, %134};\nsetp.ne.b32 p, %133, 0;\nwgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" MORI_R0 ", " MORI_R32 ", " MORI_R64 ", " MORI_R96 "}, "
+               "{%128, %129, %130, %131}, b, p, 1, 1, 0;\n}\n"
                : MORI_D32(d, 0), MORI_D32(d, 32), MORI_D32(d, 64), MORI_D32(d, 96)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(static_cast<int>(accumulate)), "n"(kDescriptorHigh));
 }
 
 #undef MORI_D8

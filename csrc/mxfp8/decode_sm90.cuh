@@ -27,6 +27,18 @@ __device__ __forceinline__ uint32_t spread_codes(uint32_t word) { return (word &
 __device__ __forceinline__ uint32_t decode_low(uint32_t word, uint32_t multiplier) { return multiply_bf16x2(spread_codes(word << 8), multiplier); }
 __device__ __forceinline__ uint32_t decode_high(uint32_t word, uint32_t multiplier) { return multiply_bf16x2(spread_codes(word), multiplier); }
 
+// Four codes times a multiplier as two operand words: bytes 0 and 2 (low), 1 and 3 (high). `most` keeps the largest magnitudes.
+struct Decoded {
+  uint32_t low, high;
+};
+__device__ __forceinline__ Decoded decode4(uint32_t word, uint32_t multiplier, uint32_t& most) {
+  constexpr uint32_t kField = 0x07f007f0, kSign = 0x80008000;
+  const uint32_t low = word << 4 & kField, high = word >> 4 & kField;
+  most = __vimax3_u16x2(most, low, high);
+  return {multiply_bf16x2(low | (word << 8 & kSign), multiplier), multiply_bf16x2(high | (word & kSign), multiplier)};
+}
+__device__ __forceinline__ bool holds_nan(uint32_t most) { return (most & 0xffff) == 0x07f0 || most >> 16 == 0x07f0; }
+
 // What kWords words of codes with one scale are multiplied by.
 struct Multiplier {
   uint32_t bf16x2;

@@ -10,10 +10,19 @@ namespace {
 
 using cuda::float_type;
 
+template <GemmTile kTile>
+bool takes(const RouteDims& d) {
+  return gemm_tile(d[0], d[1]) == kTile;
+}
+
+// The names give weight rows x tokens of a tile. Misaligned operands take fp32 FMAs instead.
 constexpr Route kRoutes[] = {
     {"skinny", [](const RouteDims& d) { return d[0] <= kSkinnyTokens; }, "up to 32 tokens: streams the weight once, bound by memory"},
-    {"tensor cores", [](const RouteDims&) { return true; },
-     "bf16 wgmma on operands decoded exactly from e4m3; misaligned operands and fp32 scales take fp32 FMAs instead"},
+    {"64x64", takes<GemmTile::rows64_tokens64>, "bf16 wgmma on operands decoded exactly from e4m3; the tile whose waves over 132 SMs take least time"},
+    {"64x128", takes<GemmTile::rows64_tokens128>, "the same"},
+    {"128x128", takes<GemmTile::rows128_tokens128>, "the same"},
+    {"128x192", takes<GemmTile::rows128_tokens192>, "the same"},
+    {"128x256", [](const RouteDims&) { return true; }, "the same; every large shape"},
 };
 constexpr Route kScaledRoutes[] = {
     {"fp32 fma", [](const RouteDims&) { return true; }, "ptpc and blockscale; mxfp8 and mxfp8_raw take the routes of their own operators"},
@@ -24,12 +33,17 @@ const RegisterRoutes kRegistered[] = {
 const uint8_t* bytes(const Tensor& t) { return static_cast<const uint8_t*>(t.const_data_ptr()); }
 uint8_t* mutable_bytes(const Tensor& t) { return static_cast<uint8_t*>(t.mutable_data_ptr()); }
 
+GemmArgs gemm_args(const GemmShape& shape, const uint8_t* a, const uint8_t* b, const void* a_scale, const void* b_scale, const Tensor* bias, const Tensor& out) {
+  return {a, b, a_scale, b_scale, bias ? bias->const_data_ptr() : nullptr, bias ? float_type(*bias) : Float::f32, out.mutable_data_ptr(), float_type(out),
+          shape.m, shape.n, shape.k, false};
+}
+
 cudaError_t launch_mx(const GemmArgs& args, const Tensor& like, cudaStream_t stream) {
   const bool skinny = pick_route(kRoutes, {args.m, args.n, args.k}) == 0;
   if (skinny && skinny_fits(args)) return launch_skinny(args, stream);
   if (skinny || !gemm_fits(args)) return launch_simple(args, stream);
   const Tensor workspace = torch::stable::new_empty(like, Sizes{gemm_workspace_bytes(args.m, args.k)}, ScalarType::Byte);
-  return launch_gemm(args, workspace.mutable_data_ptr(), stream);
+  return launch_gemm(args, gemm_tile(args.m, args.n), workspace.mutable_data_ptr(), stream);
 }
 
 struct Cuda {
@@ -76,18 +90,8 @@ struct Cuda {
                    const Tensor& out) {
     if (out.numel() == 0) return;
     const Tensor codes_a = dense(a), codes_b = dense(b), scale_a = dense(a_scale), scale_b = dense(b_scale), bias_row = bias ? dense(*bias) : out;
-    const GemmArgs args = {bytes(codes_a),
-                           bytes(codes_b),
-                           scale_a.const_data_ptr(),
-                           scale_b.const_data_ptr(),
-                           bias ? bias_row.const_data_ptr() : nullptr,
-                           float_type(bias_row),
-                           out.mutable_data_ptr(),
-                           float_type(out),
-                           shape.m,
-                           shape.n,
-                           shape.k,
-                           quant == Quant::mxfp8};
+    GemmArgs args = gemm_args(shape, bytes(codes_a), bytes(codes_b), scale_a.const_data_ptr(), scale_b.const_data_ptr(), bias ? &bias_row : nullptr, out);
+    args.packed = quant == Quant::mxfp8;
     const cuda::Launch launch(a);
     switch (quant) {
       case Quant::mxfp8:
@@ -98,9 +102,17 @@ struct Cuda {
   }
 
   static void linear(const GemmShape& shape, const Tensor& x, const Tensor& b, const Tensor& b_scale, const Bias& bias, Rounding rounding, const Tensor& out) {
+    if (out.numel() == 0) return;
+    const Tensor in = dense(x), weight = dense(b), weight_scale = dense(b_scale), bias_row = bias ? dense(*bias) : out;
+    GemmArgs args = gemm_args(shape, nullptr, bytes(weight), nullptr, weight_scale.const_data_ptr(), bias ? &bias_row : nullptr, out);
+    args.x = in.const_data_ptr(), args.x_type = float_type(in), args.rceil = rounding == Rounding::rceil;
+    if (shape.m > kSkinnyTokens && gemm_fits(args)) {
+      const cuda::Launch launch(x);
+      return cuda::check_launch("mxfp8_linear", launch_mx(args, x, launch.stream()));
+    }
     const Tensor codes = torch::stable::new_empty(x, Sizes{shape.m, shape.k}, ScalarType::Float8_e4m3fn);
     const Tensor scale = torch::stable::new_empty(x, Sizes{shape.m, shape.k / kBlock}, ScalarType::Byte);
-    quantize(x, rounding, codes, scale);
+    quantize(in, rounding, codes, scale);
     gemm(shape, Quant::mxfp8_raw, codes, b, scale, b_scale, bias, out);
   }
 };

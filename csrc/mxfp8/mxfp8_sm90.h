@@ -23,7 +23,7 @@ cudaError_t launch_pack_b(const uint8_t* scale, int64_t row_blocks, int64_t bloc
 // --- GEMMs ---
 
 struct GemmArgs {
-  const uint8_t* a;  // e4m3 [m, k]
+  const uint8_t* a;  // e4m3 [m, k]; null: the tokens are `x`, quantised on the way
   const uint8_t* b;  // e4m3 [n, k]
   const void* a_scale;
   const void* b_scale;
@@ -33,6 +33,9 @@ struct GemmArgs {
   Float out_type;
   int64_t m, n, k;
   bool packed;  // layout of e8m0 scales
+  const void* x = nullptr;  // [m, k] of x_type
+  Float x_type = Float::f32;
+  bool rceil = true;
 };
 
 enum class Fp32Scales : int { ptpc, blockscale };
@@ -46,9 +49,11 @@ constexpr int64_t kSkinnyTokens = 32;
 bool skinny_fits(const GemmArgs& args);
 cudaError_t launch_skinny(const GemmArgs& args, cudaStream_t stream);
 
-// mxfp8_gemm_sm90.cu: tensor cores. `workspace` holds workspace_bytes(m, k).
+// mxfp8_gemm_sm90.cu: tensor cores. `workspace` holds gemm_workspace_bytes(m, k).
+enum class GemmTile : int { rows64_tokens64, rows64_tokens128, rows128_tokens128, rows128_tokens192, rows128_tokens256 };
+GemmTile gemm_tile(int64_t m, int64_t n);  // the fastest
 bool gemm_fits(const GemmArgs& args);
 int64_t gemm_workspace_bytes(int64_t m, int64_t k);
-cudaError_t launch_gemm(const GemmArgs& args, void* workspace, cudaStream_t stream);
+cudaError_t launch_gemm(const GemmArgs& args, GemmTile tile, void* workspace, cudaStream_t stream);
 
 }  // namespace mori::mxfp8

@@ -64,7 +64,7 @@ template <class Scales>
 __device__ __noinline__ float exact_dot(const GemmArgs& args, const Scales& scales, int64_t m, int64_t n) {
   const uint8_t *a = args.a + m * args.k, *b = args.b + n * args.k;
   float c = 0.f;
-  for (int64_t block = 0; block < args.k / 32; ++block) {
+  for (int64_t block = 0; block < args.k / 32 && !isnan(c); ++block) {
     float sum = 0.f;
     for (int i = 0; i < 32; ++i) sum = fmaf(mx::decode_e4m3(a[block * 32 + i]), mx::decode_e4m3(b[block * 32 + i]), sum);
     c += scales.factor(m, n, block)(sum);
@@ -81,14 +81,26 @@ __device__ __forceinline__ float bias_at(const GemmArgs& args, int64_t n) {
   }
 }
 
-// c plus bias, rounded to the output dtype, into C[m, n].
-__device__ __forceinline__ void store_c(const GemmArgs& args, int64_t m, int64_t n, float c) {
+// c rounded to the output dtype, into C[m, n].
+__device__ __forceinline__ void store_rounded(const GemmArgs& args, int64_t m, int64_t n, float c) {
   const int64_t at = m * args.n + n;
-  c += bias_at(args, n);
   switch (args.out_type) {
     case Float::f32: static_cast<float*>(args.out)[at] = c; break;
     case Float::bf16: static_cast<__nv_bfloat16*>(args.out)[at] = __float2bfloat16_rn(c); break;
     default: static_cast<__half*>(args.out)[at] = __float2half_rn(c);
+  }
+}
+
+// c plus bias, rounded.
+__device__ __forceinline__ void store_c(const GemmArgs& args, int64_t m, int64_t n, float c) { store_rounded(args, m, n, c + bias_at(args, n)); }
+
+// Past the L1 cache: the copy engine may have written it.
+__device__ __forceinline__ bool stored_is_nan(const GemmArgs& args, int64_t m, int64_t n) {
+  const int64_t at = m * args.n + n;
+  switch (args.out_type) {
+    case Float::f32: return isnan(__ldcg(static_cast<const float*>(args.out) + at));
+    case Float::bf16: return __hisnan(__ldcg(static_cast<const __nv_bfloat16*>(args.out) + at));
+    default: return __hisnan(__ldcg(static_cast<const __half*>(args.out) + at));
   }
 }
 

@@ -132,12 +132,12 @@ struct Gemm {
   template <bool kMain>
   MORI_DEVICE void step(int k) {
     const int next = k + L::kStages;
+    scale.template ahead<kMain>(k, steps);
+    pin_memory_order();
     read<2, L::kB0>(b_columns[0], read_b);
     read<4, 0>(a_rows, read_a);
     scale.template read_rows<0>();
     scale.template read_columns<0>();
-    scale.template ahead<kMain>(k, steps);
-    pin_memory_order();
     if constexpr (kColumnHalves == 1) {
       if (kMain || next == steps) copy_half<1>(a, previous_stage + L::kA1, next - 1);
     }
@@ -180,7 +180,7 @@ struct Gemm {
     stage += advance;
     read_a += advance;
     read_b += advance;
-    scale.advance(k);
+    scale.advance();
   }
 
   // Fills the stages, with zeros past the last step; tile 0 has landed once every wave has passed the barrier.

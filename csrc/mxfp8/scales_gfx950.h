@@ -1,10 +1,10 @@
 // Where the pipeline of mxfp8_gemm_gfx950.hip gets its e8m0 scales: one struct per layout of mxfp8.h, with the same interface.
 //
 //   start()             before the first tile is requested: what the first steps need
-//   ahead<kMain>(k, n)  in step k of n, before its tile copies: what a later step needs
+//   ahead<kMain>(k, n)  first in step k of n: what a later step needs
 //   read_rows<half>(), read_columns<half>()   LDS reads of this step's scales
 //   a<i>(half), select<i>(), b(half)          operand, byte of it and operand of MFMA rows i
-//   advance(k)          after step k
+//   advance()           after a step
 // Lane l of a wave holds the scales of row (or column) l % 16 and of K block l / 16 of a step.
 #pragma once
 
@@ -49,7 +49,7 @@ struct PackedScales {
 
   MORI_DEVICE void start() {
     load();
-    advance(0);
+    advance();
   }
   template <bool kMain>
   MORI_DEVICE void ahead(int k, int steps) {
@@ -65,22 +65,23 @@ struct PackedScales {
   static constexpr int select = kIndex;
   MORI_DEVICE int b_operand(int half) const { return words.columns[half]; }
 
-  MORI_DEVICE void advance(int) { words = next; }
+  MORI_DEVICE void advance() { words = next; }
 };
 
-// Raw: chunks of four steps (16 bytes of a row) in two LDS slots. A slot is [A: 16 groups of 16 rows | B: 8 rows of blocks], each
-// as 4 steps x 16 rows x 4 bytes; a row of B blocks stands there sixteen times, so that both are read alike. Chunk c + 1 is
-// requested in step 4 c, where chunk c - 1 has been read by all. Needs K % 128 == 0 and scales aligned to dwords.
+// Raw: chunks of four steps (16 bytes of a row) through two LDS slots, chunk c + 1 requested in step 4 c: all waves have then read
+// chunk c - 1, whose slot it takes, and the wait of that step covers it. In the LDS 16 rows are a group: 2 slots x 4 steps x 16
+// rows x 4 bytes, so that a step's bytes lie kStepBytes after the one before, modulo 8 steps. 16 groups of A, then 8 of B, whose
+// one row of blocks stands there sixteen times. Needs K % 128 == 0 and scales aligned to dwords.
 template <int kColumnHalves>
 struct RawScales {
-  static constexpr int kGroupBytes = 256, kStepBytes = 64, kColumnBytes = 16 * kGroupBytes, kSlotBytes = 24 * kGroupBytes;
-  static constexpr int kLdsBytes = 2 * kSlotBytes;
+  static constexpr int kStepBytes = 64, kSlotBytes = 4 * kStepBytes, kGroupBytes = 2 * kSlotBytes;
+  static constexpr int kColumnBytes = 16 * kGroupBytes, kLdsBytes = 24 * kGroupBytes;
 
   gfx950::Buffer a, b;
-  gfx950::Lds copy_to;                   // slot 0, this wave's group
-  int from_rows, from_rows_1, from_columns;  // the chunk offset is in them, inside the range check
-  gfx950::Lds read_a, read_b;            // slot 0, step 0
-  int at = 0;                            // slot and step
+  gfx950::Lds copy_to;                       // this wave's group
+  int from_rows, from_rows_1, from_columns;  // the chunk's offset is in them, inside the range check
+  gfx950::Lds read_a, read_b;
+  int at = 0;  // this step's bytes in a group
   int rows[4], columns[kColumnHalves];
 
   MORI_DEVICE RawScales(const GemmArgs& args, gfx950::Lds lds, int64_t m0, int64_t n0) {
@@ -99,7 +100,7 @@ struct RawScales {
   }
 
   MORI_DEVICE void copy(int slot) {
-    const gfx950::Lds to = copy_to + slot * kSlotBytes;
+    const gfx950::Lds to = copy_to + slot;
     gfx950::copy4_to_lds(a, to, from_rows);
     gfx950::copy4_to_lds(a, to + 8 * kGroupBytes, from_rows_1);
     gfx950::copy4_to_lds(b, to + kColumnBytes, from_columns);
@@ -109,15 +110,15 @@ struct RawScales {
   }
 
   MORI_DEVICE void start() { copy(0); }
-  // The last chunk is requested at the latest five steps before the end: inside the main loop.
+  // Five steps before the end the last chunk has been requested, inside the main loop; one past it may be, for nothing.
   template <bool kMain>
-  MORI_DEVICE void ahead(int k, int steps) {
-    if (kMain && k % 4 == 0 && k + 4 < steps) copy((k / 4 + 1) & 1);
+  MORI_DEVICE void ahead(int, int) {
+    if (kMain && at % kSlotBytes == 0) copy(at ^ kSlotBytes);
   }
   template <int kHalf>
   MORI_DEVICE void read_rows() {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) rows[i] = gfx950::lds_read<uint8_t>(read_a + at + kHalf * 8 * kGroupBytes + i * kGroupBytes);
+    for (int i = 0; i < 4; ++i) rows[i] = gfx950::lds_read<uint8_t>(read_a + at + (kHalf * 8 + i) * kGroupBytes);
   }
   template <int kHalf>
   MORI_DEVICE void read_columns() {
@@ -129,10 +130,7 @@ struct RawScales {
   static constexpr int select = 0;
   MORI_DEVICE int b_operand(int half) const { return columns[half]; }
 
-  MORI_DEVICE void advance(int k) {
-    const int next = k + 1;
-    at = (next / 4 & 1) * kSlotBytes + next % 4 * kStepBytes;
-  }
+  MORI_DEVICE void advance() { at = (at + kStepBytes) & (kGroupBytes - 1); }
 };
 
 }  // namespace mori::mxfp8

@@ -94,6 +94,26 @@ template <bool BUG>
   y[group * 128 + sg * 32 + lane] = matrix.thread_elements()[0];
 }
 
+template <bool BUG>
+[[kernel]] void barrier_after_simdgroup_store_missing(device const float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                                                      uint i [[thread_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
+                                                      uint sg [[simdgroup_index_in_threadgroup]]) {
+  threadgroup float tile[4 * 64];
+  simdgroup_store(make_filled_simdgroup_matrix<float, 8, 8>(x[0]), tile + sg * 64, 8);
+  if (!BUG) simdgroup_barrier(mem_flags::mem_threadgroup);
+  y[i] = tile[sg * 64 + lane];
+}
+
+// Through a buffer, lanes of a threadgroup meet at a barrier for device memory.
+template <bool BUG>
+[[kernel]] void barrier_of_the_wrong_memory(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]]) {
+  y[i] = x[i];
+  threadgroup_barrier(BUG ? mem_flags::mem_threadgroup : mem_flags::mem_device);
+  const float other = y[i ^ 64];
+  threadgroup_barrier(mem_flags::mem_device);
+  y[i] = other;
+}
+
 // ---- divergence ----
 
 template <bool BUG>
@@ -259,6 +279,11 @@ template <bool BUG>
   y[i] = x[i] + float(BUG ? big * 2 : big);
 }
 
+template <bool BUG>
+[[kernel]] void division_by_zero(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]]) {
+  y[i] = float(1000 / (int(i) + (BUG ? 0 : 1000)));
+}
+
 PAIR(threadgroup_barrier_missing)
 PAIR(threadgroup_barrier_orders_nothing)
 PAIR(barrier_after_the_reads_missing)
@@ -266,6 +291,8 @@ PAIR(write_after_a_read)
 PAIR(simdgroup_barrier_missing)
 PAIR(barrier_of_the_wrong_scope)
 PAIR(barrier_before_simdgroup_load_missing)
+PAIR(barrier_after_simdgroup_store_missing)
+PAIR(barrier_of_the_wrong_memory)
 PAIR(barrier_in_a_branch)
 PAIR(barrier_after_a_return)
 PAIR(barriers_at_two_places)
@@ -286,3 +313,4 @@ PAIR(vector_load_misaligned)
 PAIR(local_array_overflow)
 PAIR(local_variable_uninitialised)
 PAIR(signed_overflow)
+PAIR(division_by_zero)

@@ -21,7 +21,7 @@ typedef matmul2d_descriptor Shape;
 """
 # y[16, 64] = sum over runs of 32 of a[16, K] b[64, K]^T: the right operand in registers, the left one in threadgroup memory.
 PRODUCT = """
-enum Bug { NONE, OVERWRITES, POSITIONS, DEAD_SLOTS, STALE, BEYOND };
+enum Bug { NONE, OVERWRITES, POSITIONS, DEAD_SLOTS, STALE, BEYOND, NO_BARRIER };
 template <int BUG>
 [[kernel]] void product(device const half* a [[buffer(0)]], device const half* b [[buffer(1)]], device float* y [[buffer(2)]],
                         constant int& k [[buffer(3)]], uint lane [[thread_index_in_simdgroup]]) {
@@ -37,7 +37,7 @@ template <int BUG>
   }
   for (int k0 = 0; k0 < k; k0 += 32) {
     for (int i = lane; i < 16 * 32; i += 32) left[i] = a[i / 32 * k + k0 + i % 32];
-    simdgroup_barrier(mem_flags::mem_threadgroup);
+    if (BUG != NO_BARRIER) simdgroup_barrier(mem_flags::mem_threadgroup);
     for (ushort i = 0; i < right.get_capacity(); ++i) {
       if (BUG == POSITIONS) {
         if (i < 64) right[i] = b[(lane / 4 + i / 4 % 8 * 8) * k + k0 + lane % 4 * 4 + i % 4 + i / 32 * 16];
@@ -61,6 +61,7 @@ template [[host_name("overwrites")]] [[kernel]] decltype(product<OVERWRITES>) pr
 template [[host_name("positions")]] [[kernel]] decltype(product<POSITIONS>) product<POSITIONS>;
 template [[host_name("dead_slots")]] [[kernel]] decltype(product<DEAD_SLOTS>) product<DEAD_SLOTS>;
 template [[host_name("stale")]] [[kernel]] decltype(product<STALE>) product<STALE>;
+template [[host_name("no_barrier")]] [[kernel]] decltype(product<NO_BARRIER>) product<NO_BARRIER>;
 template [[host_name("beyond")]] [[kernel]] decltype(product<BEYOND>) product<BEYOND>;
 
 // Both inputs and the result as tensors in memory, four simdgroups, k as it comes.
@@ -161,6 +162,12 @@ def test_slots_without_an_element_have_no_position(library: ShaderLibrary):
 def test_slots_end_with_the_capacity(library: ShaderLibrary):
     with pytest.raises(MetalError, match="slot beyond its capacity"):
         run(library, "beyond")
+
+
+def test_operands_in_threadgroup_memory_need_a_barrier(library: ShaderLibrary):
+    assert torch.equal(*run(library, "no_barrier"))
+    with settings(checked=True), pytest.raises(MetalError, match="left, byte 0: a read without a barrier after the write of thread 0"):
+        run(library, "no_barrier")
 
 
 def test_scope_is_the_whole_threadgroup(library: ShaderLibrary):

@@ -49,6 +49,8 @@ KERNELS: dict[str, tuple[Callable[[Tensor], Tensor] | None, str]] = {
     "simdgroup_barrier_missing": (swapped(31), NO_BARRIER),
     "barrier_of_the_wrong_scope": (swapped(64), NO_BARRIER),
     "barrier_before_simdgroup_load_missing": (None, "a read without a barrier after the write"),
+    "barrier_after_simdgroup_store_missing": (torch.ones_like, "a read without a barrier after the write"),
+    "barrier_of_the_wrong_memory": (swapped(64), "argument 1, byte [0-9]+: a (read|write) without a barrier after the"),
     "barrier_in_a_branch": (lambda x: x, f"{DIVERGENT}.*thread 0 waits at threadgroup_barrier .*thread 64 has returned"),
     "barrier_after_a_return": (lambda x: x, f"{DIVERGENT}.*thread 0 waits at threadgroup_barrier .*thread 96 has returned"),
     "barriers_at_two_places": (lambda x: x, "at different operations: threadgroup_barrier .line .* and threadgroup_barrier"),
@@ -57,7 +59,7 @@ KERNELS: dict[str, tuple[Callable[[Tensor], Tensor] | None, str]] = {
     "shuffle_from_a_lane_that_does_not_exist": (swapped(1), "a lane that does not exist"),
     "matrix_product_in_a_branch": (lambda x: torch.full_like(x, 8.0), f"{DIVERGENT}.*simdgroup_multiply_accumulate"),
     "simdgroup_load_from_several_places": (None, "arguments differ between the lanes"),
-    "threadgroup_memory_uninitialised": (swapped(1), "threadgroup|tile, byte 28: a read of what nobody wrote"),
+    "threadgroup_memory_uninitialised": (swapped(1), "tile, byte 28: a read of what nobody wrote"),
     "read_behind_a_buffer": (lambda x: x, "out-of-bounds access, 3 bytes behind argument 0"),
     "read_before_a_buffer": (None, "out-of-bounds access, 4 bytes before argument 0"),
     "write_behind_a_buffer": (lambda x: x, "out-of-bounds access, 3 bytes behind argument 1"),
@@ -68,6 +70,7 @@ KERNELS: dict[str, tuple[Callable[[Tensor], Tensor] | None, str]] = {
     "vector_load_misaligned": (lambda x: torch.full((THREADS,), 2.0), r"misaligned access \(line \d+\)"),
     "local_array_overflow": (lambda x: x[torch.arange(THREADS) % 4], r"array index out of bounds \(line \d+\)"),
     "signed_overflow": (None, "signed overflow in a multiplication"),
+    "division_by_zero": (None, r"division by zero, or its overflow \(line \d+\)"),
 }
 
 

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -24,12 +25,11 @@ HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "metal"
 
 SHADER_FLAGS = (
+    *("-std=c++20", "-fPIC", "-shared", "-nostdinc++", "-nostdlib", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing", "-fsigned-char"),
     # As Metal without fast math: no contraction, half and bfloat rounded after every operation, literals are float.
-    *("-std=c++20", "-fPIC", "-shared", "-nostdinc++", "-nostdlib", "-ffp-contract=off", "-fno-strict-aliasing", "-fno-exceptions", "-fno-rtti"),
-    *("-Xclang", "-cl-single-precision-constant"),
+    *("-ffp-contract=off", "-Xclang", "-cl-single-precision-constant"),
     *("-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
-    *("-fno-sanitize=all", "-fvisibility=default", "-ftrivial-auto-var-init=pattern", "-fstack-clash-protection"),
-    *("-Wall", "-Wno-unknown-attributes", "-Wno-ignored-attributes", "-Wno-unused", "-Wno-user-defined-literals", "-Wno-unknown-pragmas", "-Wno-psabi"),
+    *("-fno-sanitize=all", "-ftrivial-auto-var-init=pattern", "-fstack-clash-protection", "-w"),
 )
 FAST_FLAGS = ("-O2",)
 UNDEFINED = "alignment,array-bounds,signed-integer-overflow,integer-divide-by-zero,shift-base,shift-exponent,float-cast-overflow"
@@ -44,12 +44,18 @@ class CompileError(Exception):
     """What the compiler said."""
 
 
+def host_compiler() -> list[str]:
+    return shlex.split(os.environ.get("CXX", "c++"))
+
+
 def missing() -> str | None:
     """Why shaders cannot be compiled here, or None."""
     if importlib.util.find_spec("ziglang") is None:
         return "the emulator compiles with ziglang: pip install the test extra"
-    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
-        return "the emulator runs on Linux, x86-64 or aarch64"
+    if shutil.which(host_compiler()[0]) is None:
+        return f"the emulator's runtime needs a C++ compiler, {host_compiler()[0]} is not there"
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64") or os.sysconf("SC_PAGE_SIZE") != 4096:
+        return "the emulator runs on Linux with 4 KB pages, on x86-64 or aarch64"
     return None
 
 
@@ -79,11 +85,10 @@ def runtime() -> ModuleType:
     sources = sorted((HERE / "runtime").iterdir())
     name = "msl_runtime_" + content_hash(HERE / "include/msl/runtime.h", *sources, sys.version, torch.__version__)
     includes = [sysconfig.get_path("include"), str(Path(torch.__file__).parent / "include")]
-    compiler = shlex.split(os.environ.get("CXX", "c++"))
 
     def command(output: Path) -> list[str]:
         flags = ["-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", f"-DMSL_MODULE_NAME={name}", *(f"-I{i}" for i in includes)]
-        return [*compiler, *flags, str(HERE / "runtime" / "runtime.cpp"), "-o", str(output), "-ldl"]
+        return [*host_compiler(), *flags, str(HERE / "runtime" / "runtime.cpp"), "-o", str(output), "-ldl"]
 
     path = build(BUILD / (name + ".so"), command)
     loader = importlib.machinery.ExtensionFileLoader(name, str(path))
@@ -112,7 +117,7 @@ def preprocess(source: str, metal_version: int) -> str:
 
     def command(output: Path) -> list[str]:
         file.write_text('#line 1 "program_source"\n' + INCLUDE.sub("#pragma msl_include", source))
-        return zig("-E", "-nostdinc", "-nostdinc++", "-Wno-unknown-pragmas", *defines(metal_version), str(file), "-o", str(output))
+        return zig("-E", "-nostdinc", "-nostdinc++", "-w", *defines(metal_version), str(file), "-o", str(output))
 
     return KEPT_INCLUDE.sub("#include", build(BUILD / f"{name}.ii", command).read_text())
 
@@ -120,7 +125,7 @@ def preprocess(source: str, metal_version: int) -> str:
 def compile_shader(code: str, *, metal_version: int, checked: bool) -> Path:
     """A shared object of translated Metal source."""
     headers = sorted(p for p in (HERE / "include").rglob("*") if p.is_file())
-    target = {"x86_64": "-march=x86_64_v3", "aarch64": "-mcpu=generic+fp16"}[platform.machine()]
+    target = {"x86_64": "-march=x86_64_v3", "aarch64": "-mcpu=generic+fullfp16"}[platform.machine()]
     flags = [*SHADER_FLAGS, *(CHECKED_FLAGS if checked else FAST_FLAGS), target, *defines(metal_version)]
     name = content_hash(code, *headers, *flags, importlib.metadata.version("ziglang"))
     file = BUILD / f"{name}.cpp"

@@ -1,4 +1,5 @@
-"""python -m bench <suite>|all [--device cpu] [--threads 2] [--only m=1] [--plot out.png] [--no-save]"""
+"""python -m bench <suite>|all [--device cpu] [--threads 2] [--only m=1] [--plot out.png] [--no-save]
+python -m bench compare [--rounds 16] [--lost] [--no-save]: forms of the Metal kernels in pairs, on a Mac"""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import distributed, report
+from bench import compare, distributed, report
 from bench.suites import CPU_SUITES, CUDA_SUITES, SUITES
 from bench.timing import copy_bandwidth, matmul_flops, paired
 
@@ -70,4 +71,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(compare.main(sys.argv[2:]) if sys.argv[1:2] == ["compare"] else main())

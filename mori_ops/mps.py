@@ -41,15 +41,25 @@ def compile_shader(source: str) -> Any:
     return torch.mps.compile_shader(source)
 
 
-def gpu_generation() -> int:
+def generation_of(name: str) -> int:
     """5 for an "Apple M5 Max", 0 if the name says nothing."""
-    named = re.match(r"Apple M(\d+)", torch.backends.mps.get_name())
+    named = re.match(r"Apple M(\d+)", name)
     return int(named[1]) if named else 0
 
 
-def macos_version() -> tuple[int, ...]:
-    version = tuple(int(part) for part in platform.mac_ver()[0].split(".") if part)
+def version_of(text: str) -> tuple[int, ...]:
+    version = tuple(int(part) for part in text.split(".") if part)
     return (26, *version[1:]) if version[:1] == (16,) else version  # what macOS 26 tells a Python built for older ones
+
+
+@functools.cache
+def gpu_generation() -> int:
+    return generation_of(torch.backends.mps.get_name())
+
+
+@functools.cache
+def macos_version() -> tuple[int, ...]:
+    return version_of(platform.mac_ver()[0])
 
 
 def source(name: str, defined: tuple[tuple[str, Any], ...]) -> str:
@@ -103,6 +113,12 @@ def _rows(t: Tensor, elements: int = VECTOR) -> Tensor:
     dense = t.shape[-1] == 1 or t.stride(-1) == 1
     outer = strides[:-1] if t.shape[-1] > 1 else strides
     return t if dense and _aligned(t, elements) and all(s % elements == 0 for s in outer) else _dense(t)
+
+
+@functools.cache
+def _unread(device: torch.device, dtype: torch.dtype) -> Tensor:
+    """For a parameter that the kernel as defined does not touch: Metal wants a buffer all the same."""
+    return torch.zeros(1, 1, 1, dtype=dtype, device=device)
 
 
 # --- routes -----------------------------------------------------------------------------------------------------------
@@ -176,11 +192,11 @@ def attend(q, k, v, ids, k_scale, v_scale, gate, sm_scale, out, lse, splits, *, 
         defined["ROWS"] = rows
     simdgroups = dim // 64 if kernel == "tensor" else 4
     q, k, v, gate_in, ids = _rows(q), _rows(k), _rows(v), _rows(gate_in), ids.contiguous()
-    k_scale, v_scale = (torch.empty(1, 1, 1, dtype=torch.float16, device=q.device) if s is None else _rows(s, 1) for s in (k_scale, v_scale))
+    k_scale, v_scale = (_unread(q.device, torch.float16) if s is None else _rows(s, 1) for s in (k_scale, v_scale))
     shape = [tokens, slots, cells, q_heads, group, tiles, -(-slots // splits)]
     shape += [stride for t in (q, k, k_scale, v, v_scale, gate_in) for stride in t.stride()[:2]]
     target = out if _aligned(out) else torch.empty_like(out)
-    logs = target if lse is None else lse  # a buffer that is not written
+    logs = _unread(q.device, torch.float32) if lse is None else lse
     arguments = (q, k, k_scale, v, v_scale, ids, gate_in, target, logs, shape, (dim**-0.5) if sm_scale is None else sm_scale)
     name, function = {"simdgroup": ("qsa/qsa_flash.metal", "qsa_flash"), "tensor": ("qsa/qsa_flash_tensor.metal", "qsa_flash_tensor")}[kernel]
     _launch(name, function, defined, arguments, (tokens, kv_heads * tiles, splits), (SIMD * simdgroups, 1, 1))

@@ -25,7 +25,10 @@ COOPERATIVE_LAYOUTS = ("blocks", "runs", "strided", "dead_slots", "transposed")
 MAX_THREADS = 1024
 MAX_THREADGROUP_BYTES = 32 * 1024
 MAX_CONSTANT_BYTES = 4096
-CASTS = {"fp16": torch.float16, "bf16": torch.bfloat16, "int32": torch.int32, "int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8}
+CASTS = {
+    "fp16": torch.float16, "bf16": torch.bfloat16, "int32": torch.int32, "int16": torch.int16, "int8": torch.int8, "uint8": torch.uint8,
+}  # fmt: skip
+ELEMENTS = {"f": "float", "b": "bfloat", "i": "integer", "s": "struct"}
 
 
 class MetalError(RuntimeError):
@@ -75,7 +78,7 @@ class Argument:
     index: int
     elements: int  # of a reference; 0 for a pointer
     element_size: int
-    element: str  # f, b, i, or s for a struct
+    element: str  # of ELEMENTS
     is_const: bool
 
 
@@ -110,8 +113,9 @@ class Kernel:
         buffers, bindings = self._bind(args, tensors)
         now = _settings.get()
         try:
-            order = ORDERS.index(now.order)
-            self._library.build.dispatch(self._index, buffers, bindings, grid, group, now.checked, order, now.seed, now.poison, now.behaviour())
+            self._library.build.dispatch(
+                self._index, buffers, bindings, grid, group, now.checked, ORDERS.index(now.order), now.seed, now.poison, now.behaviour()
+            )
         except RuntimeError as e:
             raise MetalError(f"{self._kernel.name}: {e}") from None
 
@@ -121,7 +125,8 @@ class Kernel:
         bindings = []
         for i, tensor in enumerate(tensors):
             storage, argument = tensor.untyped_storage(), self._arguments.get(i)
-            key, name, size, offset = storage.data_ptr(), f"argument {i}", storage.nbytes(), tensor.storage_offset() * tensor.element_size()
+            key, name, size = storage.data_ptr(), f"argument {i}", storage.nbytes()
+            offset = tensor.storage_offset() * tensor.element_size()
             problem = mismatch(tensor, argument, is_scalar=not isinstance(args[i], Tensor)) if argument else None
             if problem:  # fails when it is used: a buffer that is not, may be anything
                 key, name, size, offset = f"unusable {i}", f"{name}, which is {problem}", 0, 0
@@ -162,8 +167,9 @@ class Kernel:
             tensor, given = tensors[index], args[index]
             if isinstance(given, Tensor) and given.device.type != "cpu":
                 raise MetalError(f"{name}: argument {index} is on {given.device}, the emulator takes CPU tensors")
-            if tensor.nbytes < argument.elements * argument.element_size:
-                raise MetalError(f"{name}: argument {index} has {tensor.nbytes} bytes, the kernel reads {argument.elements * argument.element_size}")
+            needed = argument.elements * argument.element_size
+            if tensor.nbytes < needed:
+                raise MetalError(f"{name}: argument {index} has {tensor.nbytes} bytes, the kernel reads {needed}")
 
 
 def cast_of(arg_casts: Any, index: int) -> str:
@@ -197,7 +203,7 @@ def constant(value: Any, cast: str) -> Tensor:
 def mismatch(tensor: Tensor, argument: Argument, *, is_scalar: bool) -> str | None:
     """Why the kernel would misread the tensor, or None. Bytes and structs may view anything, and packed words small elements."""
     size, dtype = tensor.element_size(), tensor.dtype
-    given = f"{dtype} and read as {argument.element_size}-byte {dict(f='float', b='bfloat', i='integer', s='struct')[argument.element]}"
+    given = f"{dtype} and read as {argument.element_size}-byte {ELEMENTS[argument.element]}"
     if argument.element == "s" or argument.element_size == 1:
         return None
     if is_scalar and argument.element == "i" and not dtype.is_floating_point:
@@ -252,7 +258,8 @@ class ShaderLibrary:
         kernel = self._by_name[name]
         used = kernel.static_thread_group_memory_length
         if used > MAX_THREADGROUP_BYTES:
-            raise RuntimeError(f"Failed to create pipeline state for {name}: {used} bytes of threadgroup memory exceed the limit of {MAX_THREADGROUP_BYTES}")
+            limit = f"the limit of {MAX_THREADGROUP_BYTES}"
+            raise RuntimeError(f"Failed to create pipeline state for {name}: {used} bytes of threadgroup memory exceed {limit}")
         return kernel
 
     def __dir__(self) -> list[str]:

@@ -14,20 +14,20 @@ from dataclasses import dataclass
 
 from tests.metal import source as msl
 
+SCALARS = ("bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "half", "bfloat", "float")
 TYPES = {
-    f"{packed}{scalar}{size}"
-    for scalar in ("bool", "char", "uchar", "short", "ushort", "int", "uint", "long", "ulong", "half", "bfloat", "float")
-    for packed, sizes in (("", ("", "2", "3", "4")), ("packed_", ("2", "3", "4")))
-    for size in sizes
-} | {"int8_t", "uint8_t", "int16_t", "uint16_t", "int32_t", "uint32_t", "int64_t", "uint64_t", "size_t", "ptrdiff_t", "unsigned", "void", "auto"}
+    *SCALARS, *(f"{packed}{scalar}{size}" for scalar in SCALARS for packed in ("", "packed_") for size in (2, 3, 4)),
+    *(f"{sign}int{bits}_t" for sign in ("", "u") for bits in (8, 16, 32, 64)), "size_t", "ptrdiff_t", "unsigned", "void", "auto",
+}  # fmt: skip
 MATRICES = {f"{scalar}{columns}x{rows}" for scalar in ("half", "float") for columns in (2, 3, 4) for rows in (2, 3, 4)}
 SPACES = ("device", "constant", "threadgroup", "thread")
 QUALIFIERS = {*SPACES, "const", "volatile", "static", "constexpr", "inline", "typename", "coherent"}
+NO_TYPES = QUALIFIERS | {"return", "typedef", "unsigned", "signed", "sizeof", "struct", "using"}  # a name after these is no declaration
 # Names that a program cannot give to anything.
 RESERVED = (
     (TYPES - {"auto", "void", "unsigned"})
     | MATRICES
-    | {*SPACES, "kernel", "vertex", "fragment", "threadgroup_imageblock", "ray_data", "object_data", "sampler", "visible_function_table", "assert"}
+    | {*SPACES, "threadgroup_imageblock", "ray_data", "object_data", "kernel", "vertex", "fragment", "sampler", "assert"}
     | {f"{kind}{dimension}" for kind in ("texture", "depth") for dimension in ("1d", "2d", "3d", "cube", "2d_array", "2d_ms")}
 )
 ATTRIBUTES = {
@@ -63,8 +63,13 @@ def lint(source: str, metal_version: int = 310) -> list[Finding]:
     found = [(i, f"not ASCII: {c!r}") for i, c in enumerate(source) if ord(c) > 127]
     text = re.sub(r'"(?:\\.|[^"\\\n])*"', lambda m: f'"{"_" * (len(m[0]) - 2)}"', msl.strip_comments(source))
     code = re.sub(r"^[ \t]*#(?:[^\n\\]|\\.|\\\n)*", lambda m: re.sub(r"[^\n]", " ", m[0]), text, flags=re.M)  # without directives
-    checks = (includes(msl.strip_comments(source)), words(code), attributes(code), reserved(code), pointers(text, code), storage(code))
-    found += [f for check in (*checks, classes(code), lambdas(code, metal_version), recursion(code), kernels(msl.strip_comments(source))) for f in check]
+    for check in (words, attributes, reserved, storage, classes, recursion):
+        found += check(code)
+    found += includes(msl.strip_comments(source))
+    found += pointers(text, code)
+    found += kernels(msl.strip_comments(source))
+    if metal_version < LAMBDAS_FROM:
+        found += lambdas(code)
     return [Finding(msl.line_of(source, at), message) for at, message in sorted(set(found))]
 
 
@@ -98,7 +103,7 @@ def attributes(code: str) -> Iterator[tuple[int, str]]:
 def reserved(code: str) -> Iterator[tuple[int, str]]:
     for m in re.finditer(r"(?P<before>[\w>*&])[\s]*(?<=[\s*&>])(?P<name>\w+)\s*(?=[=;,)\[](?!\[))", code):
         word = re.search(r"\w+$", code[: m.end("before")])
-        if m["name"] in RESERVED and not (word and word[0] in QUALIFIERS | {"return", "typedef", "unsigned", "signed", "sizeof", "struct", "using"}):
+        if m["name"] in RESERVED and not (word and word[0] in NO_TYPES):
             if m["before"] in "*&>" or (word and re.match(r"[A-Za-z_]", word[0])):
                 yield m.start("name"), f"{m['name']} is a word of the language and cannot be a name"
 
@@ -112,11 +117,15 @@ def declared_types(text: str) -> set[str]:
     return types
 
 
+POINTER = re.compile(
+    r"(?P<words>(?:\b[A-Za-z_]\w*\s+)*)\b(?P<type>[A-Za-z_]\w*)(?:\s+const)?\s*(?P<kind>[*&])\s*(?:const\s+)?\w+\s*(?=[=,);\[(:])"
+)
+
+
 def pointers(text: str, code: str) -> Iterator[tuple[int, str]]:
     """Every pointer and reference names the address space that it points to."""
     types = declared_types(text)
-    declaration = re.compile(r"(?P<words>(?:\b[A-Za-z_]\w*\s+)*)\b(?P<type>[A-Za-z_]\w*)(?:\s+const)?\s*(?P<kind>[*&])\s*(?:const\s+)?\w+\s*(?=[=,);\[(:])")
-    for m in declaration.finditer(code):
+    for m in POINTER.finditer(code):
         if m["type"] in types and not set(m["words"].split()) & {*SPACES, "return", "using", "case"}:
             yield m.start("type"), f"a {'pointer' if m['kind'] == '*' else 'reference'} without an address space: {m[0].strip()}"
 
@@ -137,16 +146,22 @@ def statements(code: str) -> Iterator[tuple[int, int, str]]:
         start = i + 1
 
 
+NO_VARIABLE = re.compile(
+    r"(typedef|using|struct|class|enum|union|template|extern|friend|namespace|return|static_assert|public|private)\b"
+)
+VARIABLE = re.compile(r"(?:[\w:]+(?:\s*<[^;]*>)?[\s*&]+)+\w+\s*(?:\[[^;]*\]\s*)*(=|;|\{$)")
+
+
 def storage(code: str) -> Iterator[tuple[int, str]]:
     """Variables outside functions, and static ones anywhere, lie in the constant address space."""
     for at, depth, part in statements(code):
         is_static = re.match(r"static\b", part) is not None
         head = part.split("=")[0]
-        if "(" in head or re.match(r"(typedef|using|struct|class|enum|union|template|extern|friend|namespace|return|static_assert|public|private)\b", part):
+        if "(" in head or NO_VARIABLE.match(part) or re.search(r"\bconstant\b", head):
             continue
-        is_variable = re.match(r"(?:[\w:]+(?:\s*<[^;]*>)?[\s*&]+)+\w+\s*(?:\[[^;]*\]\s*)*(=|;|\{$)", part)
-        if (depth == 0 or is_static) and is_variable and not re.search(r"\bconstant\b", head):
-            yield at, f"a {'static variable' if is_static else 'variable at program scope'} must be in the constant address space: {' '.join(head.split())}"
+        if (depth == 0 or is_static) and VARIABLE.match(part):
+            kind = "static variable" if is_static else "variable at program scope"
+            yield at, f"a {kind} must be in the constant address space: {' '.join(head.split())}"
 
 
 def classes(code: str) -> Iterator[tuple[int, str]]:
@@ -154,9 +169,7 @@ def classes(code: str) -> Iterator[tuple[int, str]]:
         yield m.start(), "derived classes are not supported"
 
 
-def lambdas(code: str, metal_version: int) -> Iterator[tuple[int, str]]:
-    if metal_version >= LAMBDAS_FROM:
-        return
+def lambdas(code: str) -> Iterator[tuple[int, str]]:
     for m in re.finditer(r"(?:[=(,]|\breturn)\s*(\[[&=\w\s,]*\])\s*[({]", code):
         yield m.start(1), "lambdas need Metal 3.2"
 
@@ -179,10 +192,15 @@ def recursion(code: str) -> Iterator[tuple[int, str]]:
             yield at, f"{name} calls itself"
 
 
+NOT_VOID = re.compile(
+    r"(?:\[\[\s*kernel\s*\]\]|(?<![\w\[ ])kernel\b)(?:\s*\[\[[^\]]*\]\])*\s*(?!void\b|decltype\b|\w+_t\b|inline\b)(\w+)\s+\w+\s*\("
+)
+
+
 def kernels(text: str) -> Iterator[tuple[int, str]]:
     """Signatures: void, buffers in device, constant or threadgroup memory, indices below 31, one kernel per name."""
     code = re.sub(r"^[ \t]*#[^\n]*", lambda m: " " * len(m[0]), text, flags=re.M)
-    for m in re.finditer(r"(?:\[\[\s*kernel\s*\]\]|(?<![\w\[ ])kernel\b)(?:\s*\[\[[^\]]*\]\])*\s*(?!void\b|decltype\b|\w+_t\b|\[\[|template\b|inline\b)(\w+)\s+\w+\s*\(", code):
+    for m in NOT_VOID.finditer(code):
         yield m.start(), f"a kernel returns void, not {m[1]}"
     try:
         msl.kernel_functions(code)

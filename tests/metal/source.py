@@ -1,6 +1,7 @@
 """Metal source to C++ that clang compiles: kernels and their parameters, `threadgroup` variables, `host_name` instantiations.
 
-The source is preprocessed. Only what C++ cannot express is rewritten; line numbers stay. A construct that is not understood is a SyntaxError, never a guess.
+The source is preprocessed. Only what C++ cannot express is rewritten; line numbers stay. What is not understood is a SyntaxError,
+never a guess.
 """
 
 from __future__ import annotations
@@ -119,7 +120,8 @@ def parse_parameters(source: str, begin: int, end: int, name: str) -> tuple[Para
             raise SourceError(source, begin, f"kernel {name}: write the buffer index as a number, got {argument}")
         index = int(argument) if argument else free
         if index >= MAX_BUFFERS or index in used:
-            raise SourceError(source, begin, f"kernel {name}: buffer index {index} is {'used twice' if index in used else f'beyond {MAX_BUFFERS - 1}'}")
+            problem = "used twice" if index in used else f"beyond {MAX_BUFFERS - 1}"
+            raise SourceError(source, begin, f"kernel {name}: buffer index {index} is {problem}")
         used.add(index)
         free = index + 1
         parameters.append(Parameter(BUFFER, index))
@@ -164,36 +166,44 @@ def instantiations(source: str, functions: dict[str, Function]) -> list[Kernel]:
 
 
 # `threadgroup float a[8], b;` in statement position; what has a * or & is a pointer or reference and stays.
-VARIABLE = re.compile(r"(?<=[;{}\n])(?P<space>[ \t]*)threadgroup\s+(?P<declaration>[^;{}()]*);")
+VARIABLE = re.compile(r"(?:^|(?<=[;{}\n]))(?P<space>[ \t]*)threadgroup\s+(?P<declaration>[^;{}()]*);")
 DECLARATOR = re.compile(r"\s*(?P<name>\w+)\s*(?P<dimensions>(?:\[[^\[\]]*\]\s*)*)")
 TYPE = re.compile(r"(?P<type>(?:struct\s+)?[\w:]+(?:\s*<[^;]*?>)?)(?=\s+\w+\s*(?:\[|,|$))")
 
 
-def rewrite_variables(source: str, bodies: list[tuple[int, int]]) -> str:
+def is_pointer(declaration: str) -> bool:
+    return re.search(r"[*&]", re.sub(r"\[[^\]]*\]", "", declaration)) is not None
+
+
+def rewrite_variables(source: str, begin: int, end: int) -> str:
+    """source[begin:end], the body of a kernel, with its threadgroup variables as MSL_THREADGROUP (include/msl/entry.h)."""
+
     def replace(m: re.Match[str]) -> str:
         declaration = " ".join(m["declaration"].split())
-        if re.search(r"[*&]", re.sub(r"\[[^\]]*\]", "", declaration)):
+        if is_pointer(declaration):
             return m[0]
-        if not any(begin < m.start("declaration") < end for begin, end in bodies):
-            raise SourceError(source, m.end(), "threadgroup variables are declared in kernel functions only")
         kind = TYPE.match(declaration)
-        if kind is None:
-            raise SourceError(source, m.end(), f"threadgroup declaration not understood: {declaration}")
-        rewritten = []
-        for text in split_arguments(declaration[kind.end() :]):
-            declarator = DECLARATOR.fullmatch(text)
-            if declarator is None:
-                raise SourceError(source, m.end(), f"threadgroup declaration not understood: {declaration}")
-            rewritten.append(f"MSL_THREADGROUP({declarator['name']}, {declarator['dimensions'].strip()}, {kind['type']})")
-        return m["space"] + " ".join(rewritten) + "\n" * m["declaration"].count("\n")
+        declarators = [DECLARATOR.fullmatch(text) for text in split_arguments(declaration[kind.end() :])] if kind else [None]
+        if kind is None or None in declarators:
+            raise SourceError(source, begin + m.end(), f"threadgroup declaration not understood: {declaration}")
+        variables = [f"MSL_THREADGROUP({d['name']}, {d['dimensions'].strip()}, {kind['type']})" for d in declarators if d]
+        return m["space"] + " ".join(variables) + "\n" * m["declaration"].count("\n")
 
-    return VARIABLE.sub(replace, source)
+    return VARIABLE.sub(replace, source[begin:end])
+
+
+LOOP_PRAGMA = re.compile(r"^[ \t]*#[ \t]*pragma[ \t]+(?:clang[ \t]+loop|unroll|nounroll)[^\n]*", re.M)  # costs compile time only
+ATTRIBUTE = re.compile(rf"\[\[\s*(?:kernel|buffer|{'|'.join(ATTRIBUTES)})\b[^\]]*\]\]")
 
 
 def require_ascii(source: str) -> None:
     for i, c in enumerate(source):
         if ord(c) > 127:
             raise SyntaxError(f"line {source.count(chr(10), 0, i) + 1}: torch.mps takes ASCII only, got {c!r}")
+
+
+def blank(m: re.Match[str]) -> str:
+    return re.sub(r"[^\n]", " ", m[0])
 
 
 def translate(source: str) -> tuple[str, list[Kernel]]:
@@ -203,17 +213,14 @@ def translate(source: str) -> tuple[str, list[Kernel]]:
     kernels = [Kernel(f.name, f.name, f) for f in functions.values() if not f.is_template] + instantiations(text, functions)
     if len({k.name for k in kernels}) != len(kernels):
         raise SyntaxError("two kernels have the same name")
-    text = re.sub(r"^[ \t]*#[ \t]*pragma[ \t]+(?:clang[ \t]+loop|unroll|nounroll)[^\n]*", "", text, flags=re.M)  # costs compile time only
-    text = INSTANTIATION.sub(lambda m: "\n" * m[0].count("\n"), text)
-    # Back to front, so that positions stay right.
-    for function in sorted(kernel_functions(text).values(), key=lambda f: -f.body[0]):
-        begin = function.body[0] + 1
-        text = text[:begin] + f" MSL_KERNEL_BEGIN({function.max_threads});" + text[begin:]
-    text = rewrite_variables(text, [f.body for f in kernel_functions(text).values()])
-    text = re.sub(r"\[\[\s*kernel\s*\]\]", "", LIMIT.sub("", text))
-    for attribute in (*ATTRIBUTES, "buffer"):
-        text = re.sub(rf"\[\[\s*{attribute}\b[^\]]*\]\]", "", text)
-    return text, kernels
+    text = LOOP_PRAGMA.sub(blank, INSTANTIATION.sub(blank, text))
+    for function in sorted(functions.values(), key=lambda f: -f.body[0]):  # back to front, so that positions stay right
+        begin, end = function.body[0] + 1, function.body[1]
+        text = f"{text[:begin]} MSL_KERNEL_BEGIN({function.max_threads});{rewrite_variables(text, begin, end)}{text[end:]}"
+    for m in VARIABLE.finditer(text):
+        if not is_pointer(m["declaration"]):
+            raise SourceError(text, m.end(), "threadgroup variables are declared in kernel functions only")
+    return ATTRIBUTE.sub("", LIMIT.sub("", text)), kernels
 
 
 def entry_points(kernels: list[Kernel]) -> str:

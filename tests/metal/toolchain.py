@@ -25,7 +25,8 @@ HERE = Path(__file__).parent
 BUILD = HERE.parents[1] / "build" / "metal"
 
 SHADER_FLAGS = (
-    *("-std=c++20", "-fPIC", "-shared", "-nostdinc++", "-nostdlib", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing", "-fsigned-char"),
+    *("-std=c++20", "-fPIC", "-shared", "-nostdinc++", "-nostdlib", "-fno-exceptions", "-fno-rtti"),
+    *("-fno-strict-aliasing", "-fsigned-char"),
     # As Metal without fast math: no contraction, half and bfloat rounded after every operation, literals are float.
     *("-ffp-contract=off", "-Xclang", "-cl-single-precision-constant"),
     *("-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),

@@ -72,7 +72,8 @@ class Machine {
     error_.clear();
     threadgroup_shadow_ = Shadow(dispatch.checked ? Memory::arena_used(*dispatch.variables) : 0, Shadow::Kind::kThreadgroup);
     device_shadows_.clear();
-    for (const Buffer& b : memory_.buffers()) device_shadows_.emplace_back(dispatch.checked && b.writable ? b.bytes : 0, Shadow::Kind::kDevice);
+    for (const Buffer& b : memory_.buffers())
+      device_shadows_.emplace_back(dispatch.checked && b.writable ? b.bytes : 0, Shadow::Kind::kDevice);
     Signals signals([](int signal, char* address) { get().fault(signal, address); });
     Size groups;
     for (int d = 0; d < 3; d++) groups[d] = (dispatch.threads[d] + dispatch.group[d] - 1) / dispatch.group[d];
@@ -103,7 +104,9 @@ class Machine {
   Machine() : stacks_(kMaxThreads), fibers_(kMaxThreads) {
     runtime_.shared_begin = memory_.begin();
     runtime_.shared_end = memory_.end();
-    runtime_.collective = [](Site site, unsigned simdgroups, void* frame, Combine combine) { get().collective(site, simdgroups, frame, combine); };
+    runtime_.collective = [](Site site, unsigned simdgroups, void* frame, Combine combine) {
+      get().collective(site, simdgroups, frame, combine);
+    };
     runtime_.threadgroup_barrier = [](Site site, int flags) { get().barrier(get().threadgroup_, site, flags); };
     runtime_.simdgroup_barrier = [](Site site, int flags) { get().barrier(get().own_simdgroup(), site, flags); };
     runtime_.on_load = [](const char* address, unsigned bytes) { get().access(address, bytes, false); };
@@ -112,7 +115,9 @@ class Machine {
       if (get().probing_) get().identity_ = {function, max_threads};
       return get().probing_;
     };
-    runtime_.fail = [](const char* message, int line) { get().fail(line ? message + (" (line " + std::to_string(line) + ")") : message); };
+    runtime_.fail = [](const char* message, int line) {
+      get().fail(line ? message + (" (line " + std::to_string(line) + ")") : message);
+    };
   }
 
   // ---- scheduling ----
@@ -210,7 +215,8 @@ class Machine {
   // True for the last lane to arrive, which lets the others go on with release().
   bool arrive(Meeting& meeting, const Site& site, void* frame) {
     Fiber& fiber = fibers_[current_];
-    if (meeting.arrived && !same(meeting.site, site)) fail("lanes that belong together are at different operations: " + text(meeting.site) + " and " + text(site));
+    if (meeting.arrived && !same(meeting.site, site))
+      fail("lanes that belong together are at different operations: " + text(meeting.site) + " and " + text(site));
     meeting.site = fiber.site = site;
     fiber.frame = frame;
     if (++meeting.arrived == meeting.count) return true;
@@ -225,7 +231,8 @@ class Machine {
 
   void collective(const Site& site, unsigned simdgroups, void* frame, Combine combine) {
     if (simdgroups > 1 && simdgroups != simdgroups_)
-      fail(text(site) + ": the scope has " + std::to_string(simdgroups) + " simdgroups, the threadgroup has " + std::to_string(simdgroups_));
+      fail(text(site) + ": the scope has " + std::to_string(simdgroups) + " simdgroups, the threadgroup has " +
+           std::to_string(simdgroups_));
     Meeting& meeting = simdgroups > 1 ? threadgroup_ : own_simdgroup();
     if (!arrive(meeting, site, frame)) return;
     void* frames[kMaxThreads];
@@ -238,7 +245,9 @@ class Machine {
 
   void barrier(Meeting& meeting, const Site& site, int flags) {
     if (!arrive(meeting, site, nullptr)) return;
-    auto order = [&](Shadow& shadow) { &meeting == &threadgroup_ ? shadow.threadgroup_barrier() : shadow.simdgroup_barrier(current_ / kSimdWidth); };
+    auto order = [&](Shadow& shadow) {
+      &meeting == &threadgroup_ ? shadow.threadgroup_barrier() : shadow.simdgroup_barrier(current_ / kSimdWidth);
+    };
     if (flags & kMemThreadgroup) order(threadgroup_shadow_);
     if (flags & kMemDevice) std::for_each(device_shadows_.begin(), device_shadows_.end(), order);
     release(meeting);
@@ -264,7 +273,8 @@ class Machine {
 
   // Gives up the running lane and, with it, the call.
   [[noreturn]] void fail(const std::string& message) {
-    error_ = message + (in_collective_ ? " [simdgroup " + std::to_string(current_ / kSimdWidth) : " [thread " + std::to_string(current_)) + "]" + threadgroup_name();
+    error_ = message + (in_collective_ ? " [simdgroup " + std::to_string(current_ / kSimdWidth) : " [thread " + std::to_string(current_)) +
+             "]" + threadgroup_name();
     in_collective_ = false;
     leave();
     std::abort();
@@ -292,7 +302,8 @@ class Machine {
 
   // Writes that left traces, for a build without hooks.
   void check_memory() {
-    if (const Variable* v = memory_.damaged(*now_->variables)) error_ = "a write behind the end of threadgroup variable " + v->name + threadgroup_name();
+    if (const Variable* v = memory_.damaged(*now_->variables))
+      error_ = "a write behind the end of threadgroup variable " + v->name + threadgroup_name();
     if (const Buffer* b = memory_.damaged()) error_ = "out-of-bounds write beside " + b->name + threadgroup_name();
   }
 
@@ -304,7 +315,8 @@ class Machine {
     const int i = memory_.nearest(address);
     if (i < 0 || memory_.near_arena(address)) return;  // the access itself will fault
     const Buffer& buffer = memory_.buffers()[i];
-    if (address < buffer.begin || address + bytes > buffer.begin + buffer.bytes) out_of_bounds(address < buffer.begin ? address : address + bytes - 1);
+    if (address < buffer.begin) out_of_bounds(address);
+    if (address + bytes > buffer.begin + buffer.bytes) out_of_bounds(address + bytes - 1);
     if (buffer.writable) record(device_shadows_[i], address - buffer.begin, bytes, is_store, buffer.name, 0);
   }
 
@@ -313,7 +325,8 @@ class Machine {
     for (const Variable& v : *now_->variables)
       if (at >= v.offset) variable = &v;
     if (!variable || at + bytes > variable->offset + variable->bytes)
-      fail(std::string(is_store ? "a write " : "a read ") + (variable ? "behind the end of threadgroup variable " + variable->name : "outside threadgroup memory"));
+      fail(std::string(is_store ? "a write " : "a read ") +
+           (variable ? "behind the end of threadgroup variable " + variable->name : "outside threadgroup memory"));
     record(threadgroup_shadow_, at, bytes, is_store, variable->name, variable->offset);
   }
 
@@ -321,8 +334,9 @@ class Machine {
     const Actor actor{uint16_t(current_), in_collective_};
     for (size_t i = at; i < at + bytes; i++) {
       const Finding finding = is_store ? shadow.store(i, actor) : shadow.load(i, actor);
-      if (finding.text)
-        fail(name + ", byte " + std::to_string(i - origin) + ": " + finding.text + (finding.thread == Finding::kNoThread ? "" : " of thread " + std::to_string(finding.thread)));
+      if (!finding.text) continue;
+      const std::string other = finding.thread == Finding::kNoThread ? "" : " of thread " + std::to_string(finding.thread);
+      fail(name + ", byte " + std::to_string(i - origin) + ": " + finding.text + other);
     }
   }
 

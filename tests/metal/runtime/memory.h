@@ -98,7 +98,9 @@ class Memory {
       if (!is_canary(arena_ + v.offset + v.bytes, arena_ + v.offset + v.bytes + kRedZone)) return &v;
     return nullptr;
   }
-  static size_t arena_used(const Variables& variables) { return variables.empty() ? 0 : variables.back().offset + variables.back().bytes + kRedZone; }
+  static size_t arena_used(const Variables& variables) {
+    return variables.empty() ? 0 : variables.back().offset + variables.back().bytes + kRedZone;
+  }
 
  private:
   static constexpr size_t kReserved = size_t(1) << 36;

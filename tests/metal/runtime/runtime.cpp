@@ -50,15 +50,17 @@ class Library {
   }
 
   // buffers: (name, address, bytes, writable); bindings: (buffer, byte offset) per argument.
-  void dispatch(int kernel, const std::vector<std::tuple<std::string, uintptr_t, size_t, bool>>& buffers, const std::vector<std::pair<int, size_t>>& bindings,
-                Size threads, Size group, bool checked, int order, unsigned seed, int poison, std::array<int, 4> behaviour) const {
+  void dispatch(int kernel, const std::vector<std::tuple<std::string, uintptr_t, size_t, bool>>& buffers,
+                const std::vector<std::pair<int, size_t>>& bindings, Size threads, Size group, bool checked, int order, unsigned seed,
+                int poison, std::array<int, 4> behaviour) const {
     Memory& memory = Machine::get().memory();
     struct Unmap {
       Memory& memory;
       ~Unmap() { memory.unmap(); }
     } unmap{memory};
     std::vector<char*> mapped;
-    for (const auto& [name, address, bytes, writable] : buffers) mapped.push_back(memory.map({name, reinterpret_cast<char*>(address), bytes, writable}).begin);
+    for (const auto& [name, address, bytes, writable] : buffers)
+      mapped.push_back(memory.map({name, reinterpret_cast<char*>(address), bytes, writable}).begin);
     std::vector<void*> arguments;
     for (const auto& [buffer, offset] : bindings) arguments.push_back(mapped.at(buffer) + offset);
     Machine::get().run({entries_.at(kernel), &variables(kernel), arguments.data(), threads, group, checked, Order(order), seed, poison,
@@ -76,8 +78,10 @@ class Library {
 
   void place(ThreadgroupVariable& v) {
     Variables& own = variables_[v.function];
-    const size_t alignment = std::max<size_t>(v.alignment, Memory::kAlignment), offset = (Memory::arena_used(own) + alignment - 1) / alignment * alignment;
-    if (offset + v.size + Memory::kRedZone > Memory::kArena) throw std::runtime_error(std::string("too much threadgroup memory in ") + v.function);
+    const size_t alignment = std::max<size_t>(v.alignment, Memory::kAlignment);
+    const size_t offset = (Memory::arena_used(own) + alignment - 1) / alignment * alignment;
+    if (offset + v.size + Memory::kRedZone > Memory::kArena)
+      throw std::runtime_error(std::string("too much threadgroup memory in ") + v.function);
     own.push_back({v.name, offset, v.size});
     v.address = Machine::get().memory().arena() + offset;
   }

@@ -67,7 +67,8 @@ class Shadow {
   Finding store(size_t at, Actor actor) {
     Byte& byte = bytes_[at];
     const unsigned own = actor.simdgroup();
-    if (byte.write_epoch >= group_start_ && !ordered_after_write(byte, actor)) return {"a write without a barrier after the write", byte.writer};
+    if (byte.write_epoch >= group_start_ && !ordered_after_write(byte, actor))
+      return {"a write without a barrier after the write", byte.writer};
     if (byte.read_epoch == epoch_) {
       const bool other_simdgroup = byte.readers & ~(1u << own);
       const bool other_lane = byte.reading_simdgroup == own && byte.read_simdgroup_epoch == simdgroup_epoch_[own] &&

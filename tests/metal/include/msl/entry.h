@@ -42,7 +42,8 @@ constexpr BufferType buffer_type() {
     return {};
   } else {
     constexpr char kind = is_same<E, bfloat> ? 'b' : is_float<E> ? 'f' : is_integer<E> ? 'i' : 's';
-    return {__is_reference(P) ? int(sizeof(T) / sizeof(E)) : 0, int(sizeof(E)), kind, __is_const(typename remove_address_space<Pointee>::type)};
+    constexpr bool is_const = __is_const(typename remove_address_space<Pointee>::type);
+    return {__is_reference(P) ? int(sizeof(T) / sizeof(E)) : 0, int(sizeof(E)), kind, is_const};
   }
 }
 
@@ -133,7 +134,8 @@ inline void describe(void (*)(P...), BufferType* types) {
 extern "C" {
 extern msl::ThreadgroupVariable __start_msl_threadgroup[] __attribute__((weak, visibility("hidden")));
 extern msl::ThreadgroupVariable __stop_msl_threadgroup[] __attribute__((weak, visibility("hidden")));
-inline __attribute__((used, no_sanitize("coverage", "undefined"))) void msl_bind(msl::Runtime* runtime, msl::ThreadgroupVariable** begin, msl::ThreadgroupVariable** end) {
+inline __attribute__((used, no_sanitize("coverage", "undefined"))) void msl_bind(msl::Runtime* runtime, msl::ThreadgroupVariable** begin,
+                                                                                 msl::ThreadgroupVariable** end) {
   msl_runtime = runtime;
   *begin = __start_msl_threadgroup;
   *end = __stop_msl_threadgroup;

@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from bench import compare, distributed, report
-from bench.suites import CPU_SUITES, CUDA_SUITES, SUITES
+from bench.suites import CPU_SUITES, SUITES
 from bench.timing import copy_bandwidth, matmul_flops, paired
 
 
@@ -55,7 +55,7 @@ def main() -> int:
     bandwidth, flops = copy_bandwidth(options.device), matmul_flops(options.device)
     where = report.machine(options.device) | {"copy_gbytes_per_s": bandwidth / 1e9, "matmul_gflops": flops / 1e9}
     console.print(f"copy {bandwidth / 1e9:.1f} GB/s, float32 matmul {flops / 1e9:.0f} GFLOP/s")
-    available = [*(CUDA_SUITES if options.device == "cuda" else CPU_SUITES), *(["gemm_ar"] if distributed.available(options.device) else [])]
+    available = [*(SUITES if options.device == "cuda" else CPU_SUITES), *(["gemm_ar"] if distributed.available(options.device) else [])]
     if options.suite not in ("all", *available):
         raise SystemExit(f"bench: {options.suite} has no {options.device} kernel in this build, or too few devices")
     everything = []

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import mori_ops
-from bench.timing import Arm, Case, Goal, copies_of
+from bench.timing import COLD_BYTES, Arm, Case, Goal, copies_of
 from mori_ops import reference
 from tests import cases
 
@@ -140,8 +140,7 @@ def mxfp8_quantize(device: str) -> Iterator[Callable[[], Case]]:
     for rows, k in ((1, 2048), (64, 2048), (16384, 2048)):
         yield lambda rows=rows, k=k: _quantize_case("mxfp8_quantize", rows, k, device)
     yield lambda: _quantize_case("mxfp8_quantize_weight", 16384, 2048, device)
-    if device == "cpu":
-        yield lambda: _quantize_case("kv_quantize", 16384 * 8, 256, device)
+    yield lambda: _quantize_case("kv_quantize", 16384 * 8, 256, device)
 
 
 def _quantize_case(op: str, rows: int, k: int, device: str) -> Case:
@@ -197,53 +196,60 @@ def _gr_case(ntok: int, device: str, *, fused: bool) -> Case:
     )
 
 
-GATHER, SDPA = "gather + einsum per token", "SDPA causal, dequantised fp32"
+GATHER = "gather + einsum per token"
+SDPA = "SDPA causal, dequantised"
 
 
 def qsa_flash(device: str) -> Iterator[Callable[[], Case]]:
-    for tokens in (1, 4, 96):
-        yield lambda tokens=tokens: _qsa_case(tokens, position=30000 - tokens)
+    for tokens in (1, 4, 96) if device == "cpu" else (1, 4, 8, 96, 512, 1984):
+        yield lambda tokens=tokens: _qsa_case(tokens, 30000 - tokens, device)
     for tokens in (96, 512, 1984):
-        yield lambda tokens=tokens: _qsa_case(tokens, position=0)
+        yield lambda tokens=tokens: _qsa_case(tokens, 0, device)
 
 
-def _qsa_case(tokens: int, position: int) -> Case:
+def _qsa_case(tokens: int, position: int, device: str) -> Case:
     cells = position + tokens
-    q = torch.randn(tokens, cases.QSA_HQ, cases.QSA_D, generator=torch.Generator().manual_seed(tokens))
-    k, v, k_scale, v_scale = cases.kv_cache(cells, cases.QSA_HKV, cases.QSA_D, seed=tokens)
-    ids = cases.prompt_ids(tokens, position)
-    scales = {"k_scale": k_scale, "v_scale": v_scale}
-    groups = cases.QSA_HQ // cases.QSA_HKV
-    sm_scale = cases.QSA_D**-0.5
+    dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    q = torch.randn(tokens, cases.QSA_HQ, cases.QSA_D, generator=torch.Generator().manual_seed(tokens)).to(device, dtype)
+    cache = tuple(t.to(device) for t in cases.kv_cache(cells, cases.QSA_HKV, cases.QSA_D, seed=tokens))  # k, v and their scales
+    ids = cases.prompt_ids(tokens, position).to(device)
+    heads = (cases.QSA_HKV, cases.QSA_HQ // cases.QSA_HKV)
+    copies = 1 if device == "cpu" else min(64, 1 + COLD_BYTES[device] // sum(t.nbytes for t in cache))
+    caches = [tuple(t.clone() for t in cache) for _ in range(copies)]
 
-    def gather(_):
-        rows = []
-        for t in range(tokens):
-            row = ids[t][ids[t] >= 0].long()
-            keys, values = (
-                (codes[row].float().unflatten(-1, (-1, 64)) * scale[row].float()[..., None]).flatten(-2)
-                for codes, scale in ((k, k_scale), (v, v_scale))
-            )
-            scores = torch.einsum("hgd,shd->hgs", q[t].view(cases.QSA_HKV, groups, -1), keys) * sm_scale
-            rows.append(torch.einsum("hgs,shd->hgd", scores.softmax(-1), values).flatten(0, 1))
-        return torch.stack(rows)
+    def ours(kv):
+        return mori_ops.qsa_flash(q, kv[0], kv[1], ids, k_scale=kv[2], v_scale=kv[3])
+
+    step = 1 if device == "cpu" else 64
+
+    def gather(kv):
+        parts = []
+        for t in range(0, tokens, step):
+            row = ids[t : t + step]
+            picked = row.clamp(min=0).long()
+            keys, values = ((codes[picked].to(dtype).unflatten(-1, (-1, 64)) * scale[picked].to(dtype)[..., None]).flatten(-2) for codes, scale in (kv[::2], kv[1::2]))
+            scores = torch.einsum("thgd,tshd->thgs", q[t : t + step].unflatten(1, heads), keys) * cases.QSA_D**-0.5
+            p = scores.masked_fill((row < 0)[:, None, None], -torch.inf).softmax(-1)
+            parts.append(torch.einsum("thgs,tshd->thgd", p, values).flatten(1, 2))
+        return torch.cat(parts)
 
     def sdpa(dense):
         return F.scaled_dot_product_attention(q.transpose(0, 1)[None], *dense, is_causal=True, enable_gqa=True)
 
-    arms = [Arm("mori.qsa_flash", lambda _: mori_ops.qsa_flash(q, k, v, ids, **scales), [None])]
-    if position:
-        arms.append(Arm(GATHER, gather, [None]))
-        goals = [Goal((GATHER,), 4.0)] if tokens == 96 else []
-    else:
-        dense = tuple(reference.kv_dequantize(c, s).float().transpose(0, 1)[None] for c, s in ((k, k_scale), (v, v_scale)))
-        arms.append(Arm(SDPA, sdpa, [dense]))
-        goals = [Goal((SDPA,), 1.2)] if tokens == 1984 else []
+    arms = [Arm("mori.qsa_flash", ours, caches)]
+    goals = []
+    if position == 0:
+        dense = tuple(reference.kv_dequantize(c, s).to(dtype).transpose(0, 1)[None] for c, s in (cache[::2], cache[1::2]))
+        arms.append(Arm(SDPA, sdpa, [tuple(t.clone() for t in dense) for _ in caches]))
+        goals = [Goal((SDPA,), 1.2)] if tokens == 1984 and device == "cpu" else []
+    elif tokens <= 96:
+        arms.append(Arm(GATHER, gather, caches))
+        goals = [Goal((GATHER,), 4.0)] if tokens == 96 and device == "cpu" else []
 
     def verify() -> None:
-        some = torch.randperm(tokens)[:32]  # the float64 reference gathers S cells per token: not for all of a long prompt
-        out = mori_ops.qsa_flash(q, k, v, ids, **scales)
-        cases.assert_close(out[some], reference.qsa_flash(q[some], k, v, ids[some], **scales), 4e-6)
+        some = torch.randperm(tokens)[:32].to(device)  # the float64 reference gathers S cells per token: not for all of a long prompt
+        wanted = reference.qsa_flash(q[some], cache[0], cache[1], ids[some], k_scale=cache[2], v_scale=cache[3])
+        cases.assert_close(ours(cache)[some], wanted, 4e-6 if device == "cpu" else None)
 
     return Case(
         "qsa_flash",
@@ -252,7 +258,7 @@ def _qsa_case(tokens: int, position: int) -> Case:
         verify,
         goals,
         flops=4 * int((ids >= 0).sum()) * cases.QSA_HQ * cases.QSA_D,
-        modes=("hot",),
+        modes=("hot",) if device == "cpu" else ("cold",),
     )
 
 
@@ -266,4 +272,3 @@ SUITES: dict[str, Callable[[str], Iterator[Callable[[], Case]]]] = {
     "qsa_flash": qsa_flash,
 }
 CPU_SUITES = tuple(name for name in SUITES if name != "mxfp8_layouts")  # one kernel serves both layouts there
-CUDA_SUITES = tuple(name for name in SUITES if name != "qsa_flash")  # no CUDA kernel yet

@@ -311,11 +311,9 @@ Rows::Rows(const Tensor& t)
     : tensor_(t.stride(2) == 1 ? t : torch::stable::contiguous(t)), data_(static_cast<const char*>(tensor_.const_data_ptr())),
       stride_(tensor_.stride(0) * tensor_.element_size()), head_stride_(tensor_.stride(1) * tensor_.element_size()) {}
 
-Inputs::Inputs(const AttnShape& shape, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ids, const std::optional<Tensor>& k_scale,
-               const std::optional<Tensor>& v_scale)
-    : shape(shape), q(q), k(k), v(v), ids(dense(ids)) {
-  if (k_scale) this->k_scale.emplace(*k_scale);
-  if (v_scale) this->v_scale.emplace(*v_scale);
+Inputs::Inputs(const AttnTensors& t) : shape(t.shape), q(t.q), k(t.k), v(t.v), ids(dense(t.ids)) {
+  if (t.k_scale) k_scale.emplace(*t.k_scale);
+  if (t.v_scale) v_scale.emplace(*t.v_scale);
 }
 
 Plan make_plan(const char* op, const Inputs& in, int64_t begin, int64_t end) {

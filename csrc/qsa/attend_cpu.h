@@ -3,8 +3,8 @@
 
 #include <functional>
 
-#include "qsa.h"
 #include "qsa_micro_cpu.h"
+#include "qsa_ops.h"
 
 namespace mori::qsa {
 
@@ -27,8 +27,7 @@ struct Inputs {
   std::optional<Rows> k_scale, v_scale;
   Tensor ids;  // dense
 
-  Inputs(const AttnShape& shape, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ids,
-         const std::optional<Tensor>& k_scale, const std::optional<Tensor>& v_scale);
+  explicit Inputs(const AttnTensors& tensors);
 };
 
 // What the slots [begin, end) of every token hold: the tokens in blocks whose cells are prefixes of one list.

@@ -4,17 +4,14 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <tuple>
 
 #include <torch/headeronly/util/Half.h>
 
 #include "../common/cpu_isa.h"
-#include "attend_cpu.h"
+#include "qsa_cpu.h"
 
 namespace mori::qsa {
 namespace {
-
-constexpr const char* kOp = "kv_quantize";
 
 // The scale of a group whose largest magnitude has these fp32 bits; a scale that is 0 or not finite is of no use to divide by.
 c10::Half group_scale(uint32_t top_bits) {
@@ -64,7 +61,9 @@ MORI_AVX2 c10::Half quantize_avx2(const float* x, int8_t* codes) {
 constexpr auto quantize_avx2 = quantize_portable;  // never chosen
 #endif
 
-void run(const KvQuantizeShape& shape, const Tensor& x_any, Tensor& codes, Tensor& scale) {
+}  // namespace
+
+void Cpu::quantize(const KvQuantizeShape& shape, const Tensor& x_any, const Tensor& codes, const Tensor& scale) {
   const Tensor x = dense(x_any);
   const Micro& micro = pick_micro(ScalarType::Char);
   const auto quantize_group = cpu_isa() == CpuIsa::avx2 ? quantize_avx2 : quantize_portable;
@@ -82,25 +81,4 @@ void run(const KvQuantizeShape& shape, const Tensor& x_any, Tensor& codes, Tenso
   });
 }
 
-std::tuple<Tensor, Tensor> kv_quantize(const Tensor& x) {
-  const KvQuantizeShape shape = check_kv_quantize(x);
-  Tensor codes = torch::stable::new_empty(x, shape.code_sizes, ScalarType::Char);
-  Tensor scale = torch::stable::new_empty(x, shape.scale_sizes, ScalarType::Half);
-  run(shape, x, codes, scale);
-  return {codes, scale};
-}
-
-void kv_quantize_out(const Tensor& x, Tensor codes, Tensor scale) {
-  const KvQuantizeShape shape = check_kv_quantize(x);
-  check_out(kOp, "codes", codes, shape.code_sizes, {ScalarType::Char}, {&x});
-  check_out(kOp, "scale", scale, shape.scale_sizes, {ScalarType::Half}, {&x, &codes});
-  run(shape, x, codes, scale);
-}
-
-}  // namespace
 }  // namespace mori::qsa
-
-STABLE_TORCH_LIBRARY_IMPL(mori, CPU, m) {
-  m.impl("kv_quantize", TORCH_BOX(&mori::qsa::kv_quantize));
-  m.impl("kv_quantize.out", TORCH_BOX(&mori::qsa::kv_quantize_out));
-}

@@ -3,22 +3,18 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <tuple>
 
-#include "attend_cpu.h"
+#include "qsa_cpu.h"
 
 namespace mori::qsa {
-namespace {
 
-constexpr const char* kAttn = "qsa_attn";
-constexpr const char* kMerge = "qsa_merge";
-
-void run_attn(const Inputs& in, Tensor& partial, Tensor& lse) {
+void Cpu::attn(const AttnTensors& tensors, const Tensor& partial, const Tensor& lse) {
+  const Inputs in(tensors);
   const AttnShape& s = in.shape;
   const int64_t splits = partial.size(0), length = ceil_div(s.slots, splits);
   std::vector<Plan> plans;
   for (int64_t i = 0; i < splits; ++i)
-    plans.push_back(make_plan(kAttn, in, std::min(i * length, s.slots), std::min((i + 1) * length, s.slots)));
+    plans.push_back(make_plan("qsa_attn", in, std::min(i * length, s.slots), std::min((i + 1) * length, s.slots)));
   const Micro& micro = pick_micro(in.k.dtype());
   const int64_t rows = s.tokens * s.q_heads;
   float* sums = static_cast<float*>(partial.mutable_data_ptr());
@@ -36,30 +32,7 @@ void run_attn(const Inputs& in, Tensor& partial, Tensor& lse) {
     });
 }
 
-std::tuple<Tensor, Tensor> qsa_attn(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ids, std::optional<Tensor> k_scale,
-                                    std::optional<Tensor> v_scale, std::optional<double> sm_scale, int64_t splits) {
-  const AttnShape s = check_attn(kAttn, q, k, v, ids, k_scale, v_scale, std::nullopt, sm_scale);
-  MORI_CHECK(splits >= 1, kAttn, ": splits must be at least 1, got ", splits);
-  const Inputs in(s, q, k, v, ids, k_scale, v_scale);
-  Tensor partial = torch::stable::new_empty(q, Sizes{splits, s.tokens, s.q_heads, s.dim}, ScalarType::Float);
-  Tensor lse = torch::stable::new_empty(q, Sizes{splits, s.tokens, s.q_heads}, ScalarType::Float);
-  run_attn(in, partial, lse);
-  return {partial, lse};
-}
-
-void qsa_attn_out(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& ids, std::optional<Tensor> k_scale, std::optional<Tensor> v_scale,
-                  std::optional<double> sm_scale, Tensor partial, Tensor lse) {
-  const AttnShape s = check_attn(kAttn, q, k, v, ids, k_scale, v_scale, std::nullopt, sm_scale);
-  MORI_CHECK(partial.dim() == 4 && partial.size(0) >= 1, kAttn, ": partial must be [splits, T, Hq, D] with at least one split, got ",
-             describe(partial));
-  const Tensor* ks = k_scale ? &*k_scale : nullptr;
-  const Tensor* vs = v_scale ? &*v_scale : nullptr;
-  check_out(kAttn, "partial", partial, {partial.size(0), s.tokens, s.q_heads, s.dim}, {ScalarType::Float}, {&q, &k, &v, &ids, ks, vs});
-  check_out(kAttn, "lse", lse, {partial.size(0), s.tokens, s.q_heads}, {ScalarType::Float}, {&q, &k, &v, &ids, ks, vs, &partial});
-  run_attn(Inputs(s, q, k, v, ids, k_scale, v_scale), partial, lse);
-}
-
-void run_merge(const MergeShape& s, const Tensor& partial_any, const Tensor& lse_any, const std::optional<Tensor>& gate_tensor, Tensor& out) {
+void Cpu::merge(const MergeShape& s, const Tensor& partial_any, const Tensor& lse_any, const MaybeTensor& gate_tensor, const Tensor& out) {
   const Tensor partial = dense(partial_any), lse = dense(lse_any);
   std::optional<Rows> gate;
   if (gate_tensor) gate.emplace(*gate_tensor);
@@ -99,27 +72,4 @@ void run_merge(const MergeShape& s, const Tensor& partial_any, const Tensor& lse
   });
 }
 
-Tensor qsa_merge(const Tensor& partial, const Tensor& lse, std::optional<Tensor> gate, std::optional<ScalarType> out_dtype) {
-  const MergeShape s = check_merge(partial, lse, gate);
-  const ScalarType dtype = check_out_dtype(kMerge, out_dtype, ScalarType::Float);
-  Tensor out = torch::stable::new_empty(partial, Sizes{s.tokens, s.heads, s.dim}, dtype);
-  run_merge(s, partial, lse, gate, out);
-  return out;
-}
-
-void qsa_merge_out(const Tensor& partial, const Tensor& lse, std::optional<Tensor> gate, Tensor out) {
-  const MergeShape s = check_merge(partial, lse, gate);
-  check_out(kMerge, "out", out, {s.tokens, s.heads, s.dim}, {ScalarType::Float, ScalarType::BFloat16, ScalarType::Half},
-            {&partial, &lse, gate ? &*gate : nullptr});
-  run_merge(s, partial, lse, gate, out);
-}
-
-}  // namespace
 }  // namespace mori::qsa
-
-STABLE_TORCH_LIBRARY_IMPL(mori, CPU, m) {
-  m.impl("qsa_attn", TORCH_BOX(&mori::qsa::qsa_attn));
-  m.impl("qsa_attn.out", TORCH_BOX(&mori::qsa::qsa_attn_out));
-  m.impl("qsa_merge", TORCH_BOX(&mori::qsa::qsa_merge));
-  m.impl("qsa_merge.out", TORCH_BOX(&mori::qsa::qsa_merge_out));
-}

@@ -1,0 +1,79 @@
+// What the tensor-core attention kernels share: constants of the online softmax, conversions of codes, fragment loads.
+#pragma once
+
+#include "qsa_io_sm90.cuh"
+
+namespace mori::qsa {
+
+constexpr float kShift = 5.0f;     // P carries 2^5: far from fp16's subnormals
+constexpr float kSlack = 4.0f;     // the running maximum may lag by 2^4
+constexpr float kLowest = -1e30f;  // below any score before its factor: |code sums| < 2^32, scales < 2^16
+
+// base + a * b in one instruction; the compiler takes the sum apart otherwise.
+__device__ __forceinline__ const char* offset_by(const char* base, uint32_t a, uint32_t b) {
+  uint64_t sum;
+  asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(sum) : "r"(a), "r"(b), "l"(base));
+  return reinterpret_cast<const char*>(sum);
+}
+// Neighbouring scales of a cell in one load.
+template <int kCount>
+__device__ __forceinline__ void load_scales(__half (&scale)[kCount], const void* from) {
+  struct alignas(2 * kCount) Packed {
+    __half value[kCount];
+  };
+  const Packed packed = *static_cast<const Packed*>(from);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) scale[i] = packed.value[i];
+}
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ uint32_t multiply_half2(uint32_t a, uint32_t b) {
+  const __half2 product = __hmul2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&product);
+}
+// (word & mask) ^ bits is one LOP3 only if the compiler cannot see the mask: an instruction has room for one constant.
+__device__ __forceinline__ uint32_t opaque(uint32_t value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+__device__ __forceinline__ uint32_t codes_to_half2(uint32_t word, uint32_t mask) {
+  uint32_t biased;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(biased) : "r"(word), "r"(mask), "n"(0x64806480));
+  const __half2 value = __hsub2(*reinterpret_cast<const __half2*>(&biased), __half2half2(__ushort_as_half(0x6480)));
+  return *reinterpret_cast<const uint32_t*>(&value);
+}
+__device__ __forceinline__ uint32_t both_halves(__half value) {
+  const __half2 pair = __half2half2(value);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ uint4 load_shared16(uint32_t smem) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(smem) : "memory");
+  return v;
+}
+__device__ __forceinline__ uint4 load_matrix_transposed(uint32_t smem) {
+  uint4 v;
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(smem) : "memory");
+  return v;
+}
+
+// Eight consecutive values of a row of any float dtype.
+__device__ __forceinline__ void load8(float (&value)[8], const char* row, Float type, int i) {
+  if (type == Float::f32) {
+    const float4 a = __ldg(reinterpret_cast<const float4*>(row) + i / 4), b = __ldg(reinterpret_cast<const float4*>(row) + i / 4 + 1);
+    value[0] = a.x, value[1] = a.y, value[2] = a.z, value[3] = a.w, value[4] = b.x, value[5] = b.y, value[6] = b.z, value[7] = b.w;
+    return;
+  }
+  const uint4 raw = __ldg(reinterpret_cast<const uint4*>(row) + i / 8);
+  const uint32_t word[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const float2 pair = type == Float::f16 ? sm90::unpack_half2(word[j]) : make_float2(__uint_as_float(word[j] << 16), __uint_as_float(word[j] & 0xffff0000u));
+    value[2 * j] = pair.x, value[2 * j + 1] = pair.y;
+  }
+}
+
+}  // namespace mori::qsa

@@ -9,8 +9,10 @@
 // The list of (token, tile, round) is cut into equal parts, one for each CTA (two warpgroups: two tiles of a token) or, with an odd
 // number of tiles, one for each warpgroup; tokens cut between parts meet in a workspace, in order: deterministic.
 // An empty slot or an id past the cells reads nothing: its codes and scales are zeros, its probability exactly 0.
-// K of the next round arrives during P V, V during Q K. Bound by issue slots and the latency of gathers from the L2 (8 TB/s).
-// Lost: mma.sync (255 registers, stalls), K converted to fp16 in registers (160 more instructions a round).
+// K of the next round is requested after Q K, V of the next round once the codes of this one are in registers, before P V. Bound by issue
+// slots (770 instructions a warp and round, 53 % of the slots) and the latency of gathers from the L2 (copies alone: 520 us at T 1984).
+// Lost: mma.sync (255 registers, stalls); biased V codes with a second product for the bias (spills, 60 % slower); V requested after P V
+// (7 % slower); masks of empty slots in every round.
 #include "../common/launch_sm90.cuh"
 #include "../common/tma_sm90.cuh"
 #include "qsa_tensor_sm90.cuh"
@@ -43,20 +45,31 @@ struct Layout {
 };
 static_assert(4 * Layout<256>::kBytes + 2 * 2048 <= 227 * 1024, "two CTAs of two warpgroups in a multiprocessor");
 
+// The list of (item, round) in nearly equal parts, one per worker. An item is a token and `step` tiles of query rows.
+struct Parts {
+  int units, workers, size, longer;  // the first `longer` parts have one round more than `size`
+  __host__ __device__ Parts(int units, int most) : units(units), workers(units < most ? units : most) {
+    size = workers > 0 ? units / workers : 0;
+    longer = units - size * workers;
+  }
+  __host__ __device__ int begin(int worker) const { return worker * size + (worker < longer ? worker : longer); }
+  __host__ __device__ int owner(int unit) const {
+    const int in_longer = longer * (size + 1);
+    return unit < in_longer ? unit / (size + 1) : longer + (unit - in_longer) / size;
+  }
+};
+
 struct Plan {
-  int64_t rounds;          // of an item: a token and `step` tiles of query rows
-  int pairs, step;         // items of a token; tiles that a CTA serves side by side, 1 or 2
-  int64_t units, workers;  // items * rounds, cut into parts for so many workers
-  float* sums;             // [workers * step][2][16][dim]: what a worker left of the first and of the last item of its part
-  float4* stats;           // [workers * step][2][16]: maximum, sum, score factor, token
+  int rounds, pairs, step;  // rounds of an item; items of a token; tiles that a CTA serves side by side, 1 or 2
+  int units, most_workers;
+  float* sums;              // [workers * step][2][16][dim]: what a worker left of the first and of the last item of its part
+  float4* stats;            // [workers * step][2][16]: maximum, sum, score factor, token
   // Blocks of `block` tokens that the dense kernel has not done, or null: then the units are those of the blocks left.
   const uint8_t* status;
   int blocks, block, status_heads;
-  int64_t* units_left;
+  int* units_left;
 };
 static_assert(kMaxStatusBlocks / 8 <= Layout<128>::kGroups * Layout<128>::kPGroup, "their bits lie where P will be");
-
-__host__ __device__ inline int64_t part_begin(int64_t units, int64_t workers, int64_t worker) { return worker * units / workers; }
 
 __device__ __forceinline__ bool is_left(const Plan& plan, int block) {
   bool left = false;
@@ -238,8 +251,8 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
   char* base = shared + (-smem_address(shared) & 1023) + side * L::kBytes;  // keeps the address space: no generic loads
   const int thread = threadIdx.x % 128, lane = thread % 32;
   const Warpgroup<kDim> w = {args, base, smem_address(base), thread, warp8 % 4, lane, lane / 4, lane % 4, 1 + side};
-  const int64_t worker = plan.step == 2 ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * 2 + side;
-  int64_t units = plan.units;
+  const int worker = plan.step == 2 ? blockIdx.x : blockIdx.x * 2 + side;
+  int units = plan.units;
   uint32_t* left_bits = reinterpret_cast<uint32_t*>(base - side * L::kBytes + L::kP);
   const int words = (plan.blocks + 31) / 32;
   if (plan.status != nullptr) {  // the bits of the blocks left, their number
@@ -250,14 +263,13 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
     __syncthreads();
     int count = 0;
     for (int i = lane; i < words; i += 32) count += __popc(left_bits[i]);
-    units = static_cast<int64_t>(__reduce_add_sync(~0u, count)) * plan.block * plan.pairs * plan.rounds;
+    units = __reduce_add_sync(~0u, count) * plan.block * plan.pairs * plan.rounds;
     if (blockIdx.x == 0 && threadIdx.x == 0) *plan.units_left = units;
   }
-  const int64_t workers = min(plan.workers, units);
-  if (workers == 0) return;
-  const int64_t begin = part_begin(units, workers, min(worker, workers - 1));
-  const int count = static_cast<int>(part_begin(units, workers, worker + 1) - begin);  // rounds of this part
-  const int rounds = static_cast<int>(plan.rounds), group = static_cast<int>(args.q_heads / args.kv_heads);
+  if (units == 0) return;
+  const Parts parts(units, plan.most_workers);
+  const int begin = parts.begin(min(worker, parts.workers - 1)), count = parts.begin(worker + 1) - begin;
+  const int rounds = plan.rounds, group = static_cast<int>(args.q_heads / args.kv_heads);
   const int pairs = plan.pairs, head_tiles = (group + kRows - 1) / kRows;
   const uint32_t mask = opaque(0x00ff00ffu);
 
@@ -281,15 +293,15 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
     const int tile = p.pair * plan.step + (plan.step == 2 ? side : 0), in_group = tile % head_tiles * kRows;
     return Heads{tile / head_tiles, tile / head_tiles * group + in_group, min(kRows, group - in_group)};
   };
-  const int64_t item = begin / rounds;
-  Place now = {static_cast<int>(item / pairs), static_cast<int>(item % pairs), static_cast<int>(begin % rounds)};
+  const int item = begin / rounds;
+  Place now = {item / pairs, item % pairs, begin % rounds};
   if (plan.status != nullptr) {  // from the rank among the tokens left to the token
     int rest = now.token / plan.block, word = 0;
     while (rest >= __popc(left_bits[word])) rest -= __popc(left_bits[word++]);
     now.token = (word * 32 + __fns(left_bits[word], 0, rest + 1)) * plan.block + now.token % plan.block;
     __syncthreads();
   }
-  if (worker >= workers) return;
+  if (worker >= parts.workers) return;
   Heads heads = heads_of(now);
   const auto id_at = [&](const Place& p) {  // of this lane's cell
     const int slot = p.round * kCells + w.warp * kWarpCells + w.own_cell();
@@ -331,8 +343,9 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
     // The products of the whole warpgroup are complete: K and Q are free.
     const uint32_t next_valid = __ballot_sync(~0u, id >= 0);
     const bool complete = next.round == 0, last = done + 1 == count, item_ends = complete || last;
-    const Heads next_heads = complete ? heads_of(next) : heads;
-    w.copy(L::kK, L::kKScale, args.k, args.k_scale, next_heads.kv, id, next_valid);
+    const Heads next_heads = complete && !last ? heads_of(next) : heads;
+    if (last) cp_async_commit();
+    else w.copy(L::kK, L::kKScale, args.k, args.k_scale, next_heads.kv, id, next_valid);
     bool move = false;  // a maximum, or a group's power of two
     const auto weigh = [&] {
 #pragma unroll
@@ -382,8 +395,9 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
         }
       fence_async_shared();
     };
-    store_p();
-    if (warpgroup_any(w.barrier, move)) {  // rare: move the maxima and the powers of two, write P again
+    const bool first = done == item_start;
+    if (!first) store_p();
+    if (warpgroup_any(w.barrier, move || first)) {  // rare: move the maxima and the powers of two, write P again
       float* most = w.exchange();
       uint32_t* most_scale = reinterpret_cast<uint32_t*>(most + 4 * kRows);
 #pragma unroll
@@ -431,7 +445,8 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
     uint4 raw[L::kGroups][2];
     load_values(w, raw);
     warpgroup_sync(w.barrier);  // all have read V
-    w.copy(L::kV, L::kVScale, args.v, args.v_scale, next_heads.kv, id, next_valid);
+    if (last) cp_async_commit();
+    else w.copy(L::kV, L::kVScale, args.v, args.v_scale, next_heads.kv, id, next_valid);
     add_values(w, raw, out, mask);
 
     if (item_ends) {
@@ -443,7 +458,7 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
         if (w.r == 0) part[w.warp * kRows + row_of(i, w.c)] = sum[i];
       }
       warpgroup_sync(w.barrier);
-      const int64_t slot = (worker * plan.step + (plan.step == 2 ? side : 0)) * 2 + (item_start == 0 ? 0 : 1);
+      const int64_t slot = (static_cast<int64_t>(worker) * plan.step + (plan.step == 2 ? side : 0)) * 2 + (item_start == 0 ? 0 : 1);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = row_of(i, w.c), s = slot_of(i);
@@ -479,52 +494,61 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
   cp_async_wait<0>();
 }
 
-// Joins the parts of an item that was cut between workers, in order. One CTA per (boundary between workers, side, query row).
+// Joins the parts of an item that was cut between workers, in order. kDim / 4 threads per (boundary between workers, side, query row); a
+// few rows share a CTA where there may be nothing to do.
+constexpr int kMergeRows = 8;
 template <int kDim>
-__global__ void __launch_bounds__(kDim / 4) merge_parts(const AttnArgs args, const Plan plan) {
+__global__ void __launch_bounds__(kDim / 4 * kMergeRows) merge_parts(const AttnArgs args, const Plan plan) {
   wait_for_dependencies();
   launch_dependents();
-  const int64_t units = plan.status == nullptr ? plan.units : __ldcg(plan.units_left), workers = min(plan.workers, units), boundary = blockIdx.x + 1;
-  if (boundary >= workers) return;
-  const int64_t start = part_begin(units, workers, boundary), item = start / plan.rounds;
-  if (start == item * plan.rounds) return;                    // nothing is cut here
-  const int64_t previous = part_begin(units, workers, boundary - 1);
-  if (previous > item * plan.rounds) return;                  // cut before as well: that boundary's CTA has it
-  const int parts = static_cast<int>(((item + 1) * plan.rounds * workers - 1) / units - boundary + 2);
-  const int side = blockIdx.y / kRows, row = blockIdx.y % kRows, column = threadIdx.x * 4, lane = threadIdx.x % 32;
+  const Parts plan_parts(plan.status == nullptr ? plan.units : __ldcg(plan.units_left), plan.most_workers);
+  const int boundary = blockIdx.x + 1;
+  if (boundary >= plan_parts.workers) return;
+  const int item = plan_parts.begin(boundary) / plan.rounds, item_begin = item * plan.rounds, previous = plan_parts.begin(boundary - 1);
+  if (plan_parts.begin(boundary) == item_begin || previous > item_begin) return;  // nothing is cut here, or an earlier boundary's CTA has it
+  const int parts = plan_parts.owner(item_begin + plan.rounds - 1) - boundary + 2;
+  const int side_row = blockIdx.y * blockDim.y + threadIdx.y, side = side_row / kRows, row = side_row % kRows, column = threadIdx.x * 4, lane = threadIdx.x % 32;
   const int group = static_cast<int>(args.q_heads / args.kv_heads), head_tiles = (group + kRows - 1) / kRows;
-  const int tile = static_cast<int>(item % plan.pairs) * plan.step + side;
+  const int tile = item % plan.pairs * plan.step + side;
   if (row >= group - tile % head_tiles * kRows) return;
   // Only the first worker can have begun with another item.
-  const int64_t first = (((boundary - 1) * plan.step + side) * 2 + (previous < item * plan.rounds)) * kRows + row;
-  const int64_t stride = static_cast<int64_t>(plan.step) * 2 * kRows, second = (boundary * plan.step + side) * 2 * kRows + row;
+  const int first = (((boundary - 1) * plan.step + side) * 2 + (previous < item_begin)) * kRows + row;
+  const int stride = plan.step * 2 * kRows, second = (boundary * plan.step + side) * 2 * kRows + row;
   const auto slot = [&](int i) { return i == 0 ? first : second + (i - 1) * stride; };
-  const int64_t token = __float_as_int(__ldcg(&plan.stats[first]).w);
+  const int64_t token = plan.status == nullptr ? item / plan.pairs : __float_as_int(__ldcg(&plan.stats[first]).w);
   if (token >= args.tokens) return;
 
+  constexpr int kBatch = 16;
+  float4 part[kBatch];
+  const auto load = [&](int begin) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i)
+      if (begin + i < parts) part[i] = __ldcg(reinterpret_cast<const float4*>(plan.sums + static_cast<int64_t>(slot(begin + i)) * kDim + column));
+  };
+  load(0);
   constexpr int kLanes = kDim / 4 < 32 ? kDim / 4 : 32;
-  constexpr uint32_t kMask = kLanes == 32 ? ~0u : (1u << kLanes) - 1;
+  constexpr uint32_t kMask = kLanes == 32 ? ~0u : (1u << kLanes) - 1;  // dim 64: no status, so one row a CTA
   float top = kLowest;
   for (int i = lane; i < parts; i += kLanes) top = fmaxf(top, __ldcg(&plan.stats[slot(i)]).x);
   for (int offset = kLanes / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kMask, top, offset));
   float total = 0.0f;
   float4 sum = {};
-  for (int chunk = 0; chunk < parts; chunk += kLanes) {  // a lane per part for the weights, then every thread over the parts
+  for (int begin = 0; begin < parts; begin += kBatch) {  // a lane per part for the weights, then every thread over the parts
     float weight = 0.0f, share = 0.0f;
-    if (chunk + lane < parts) {
-      const float4 stat = __ldcg(&plan.stats[slot(chunk + lane)]);
+    if (lane < kBatch && begin + lane < parts) {
+      const float4 stat = __ldcg(&plan.stats[slot(begin + lane)]);
       weight = exp2_fast((stat.x - top) * stat.z);
       share = weight * stat.y;
     }
-    for (int offset = kLanes / 2; offset > 0; offset /= 2) share += __shfl_xor_sync(kMask, share, offset);
-    total += share;
-#pragma unroll 16
-    for (int i = 0; i < kLanes; ++i) {
-      if (chunk + i >= parts) break;
-      const float4 part = __ldcg(reinterpret_cast<const float4*>(plan.sums + slot(chunk + i) * kDim + column));
+    for (int offset = kBatch / 2; offset > 0; offset /= 2) share += __shfl_xor_sync(kMask, share, offset);
+    total += __shfl_sync(kMask, share, 0);
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
       const float w = __shfl_sync(kMask, weight, i);
-      sum.x = fmaf(w, part.x, sum.x), sum.y = fmaf(w, part.y, sum.y), sum.z = fmaf(w, part.z, sum.z), sum.w = fmaf(w, part.w, sum.w);
+      if (begin + i >= parts) continue;
+      sum.x = fmaf(w, part[i].x, sum.x), sum.y = fmaf(w, part[i].y, sum.y), sum.z = fmaf(w, part[i].z, sum.z), sum.w = fmaf(w, part[i].w, sum.w);
     }
+    load(begin + kBatch);
   }
   const float inverse = total == 0.0f ? 0.0f : __frcp_rn(total);
   const int64_t head = static_cast<int64_t>(tile / head_tiles) * group + tile % head_tiles * kRows + row, at = (token * args.q_heads + head) * kDim + column;
@@ -543,16 +567,15 @@ int multiprocessors() {
 Plan make_plan(const AttnArgs& args, void* workspace, const uint8_t* status) {
   const int64_t group = args.q_heads / args.kv_heads, tiles = args.kv_heads * ((group + kRows - 1) / kRows);
   Plan plan = {};
-  plan.rounds = (args.slots + kCells - 1) / kCells;
+  plan.rounds = static_cast<int>((args.slots + kCells - 1) / kCells);
   plan.step = tiles % 2 == 0 ? 2 : 1;
   plan.pairs = static_cast<int>(tiles / plan.step);
-  plan.units = args.tokens * plan.pairs * plan.rounds;
-  const int64_t most = 2 * multiprocessors() * (plan.step == 2 ? 1 : 2);
-  plan.workers = plan.units < most ? plan.units : most;
-  const int64_t slots = plan.workers * plan.step * 2 * kRows;
+  plan.units = static_cast<int>(args.tokens * plan.pairs * plan.rounds);
+  plan.most_workers = Parts(plan.units, 2 * multiprocessors() * (plan.step == 2 ? 1 : 2)).workers;
+  const int64_t slots = static_cast<int64_t>(plan.most_workers) * plan.step * 2 * kRows;
   plan.stats = static_cast<float4*>(workspace);
   plan.sums = reinterpret_cast<float*>(plan.stats + slots);
-  plan.units_left = reinterpret_cast<int64_t*>(plan.sums + slots * args.dim);
+  plan.units_left = reinterpret_cast<int*>(plan.sums + slots * args.dim);
   plan.status = status;
   if (status != nullptr) {
     plan.block = static_cast<int>(dense_tokens(args));
@@ -564,13 +587,14 @@ Plan make_plan(const AttnArgs& args, void* workspace, const uint8_t* status) {
 
 template <int kDim>
 cudaError_t launch(const AttnArgs& args, const Plan& plan, cudaStream_t stream) {
-  const int64_t ctas = plan.step == 2 ? plan.workers : (plan.workers + 1) / 2;
-  const cudaError_t error =
-      launch_overlapped(sparse<kDim>, static_cast<unsigned>(ctas), kThreads, 2 * Layout<kDim>::kBytes + 1024, stream, args, plan);
+  const Parts parts(plan.units, plan.most_workers);
+  const int ctas = plan.step == 2 ? parts.workers : (parts.workers + 1) / 2;
+  const cudaError_t error = launch_overlapped(sparse<kDim>, ctas, kThreads, 2 * Layout<kDim>::kBytes + 1024, stream, args, plan);
   bool cut = plan.status != nullptr;
-  for (int64_t i = 1; i < plan.workers && !cut; ++i) cut = part_begin(plan.units, plan.workers, i) % plan.rounds != 0;
-  if (error != cudaSuccess || !cut || plan.workers < 2) return error;
-  return launch_overlapped(merge_parts<kDim>, dim3(static_cast<unsigned>(plan.workers - 1), plan.step * kRows), kDim / 4, 0, stream, args, plan);
+  for (int i = 1; i < parts.workers && !cut; ++i) cut = parts.begin(i) % plan.rounds != 0;
+  if (error != cudaSuccess || !cut || parts.workers < 2) return error;
+  const int rows = plan.status == nullptr ? 1 : kMergeRows;
+  return launch_overlapped(merge_parts<kDim>, dim3(parts.workers - 1, plan.step * kRows / rows), dim3(kDim / 4, rows), 0, stream, args, plan);
 }
 
 }  // namespace
@@ -579,13 +603,14 @@ bool sparse_fits(const AttnArgs& args) {
   constexpr int64_t kInt = int64_t{1} << 31;
   for (const DeviceRows* rows : {&args.k, &args.v, &args.k_scale, &args.v_scale})
     if (rows->stride < 0 || rows->stride >= 2 * kInt || rows->head_stride < 0 || rows->head_stride >= 2 * kInt) return false;
+  const int64_t rounds = (args.slots + kCells - 1) / kCells, tiles = args.kv_heads * ((args.q_heads / args.kv_heads + kRows - 1) / kRows);
   return args.kv_type == Kv::i8 && args.out_type != Float::f32 && args.slots > 0 && args.slots < kInt && args.cells > 0 && args.cells < kInt &&
-         args.tokens < kInt;
+         args.tokens < kInt / 64 && (args.tokens + kCells) * tiles < kInt / rounds;  // the units, also of whole blocks of tokens, are ints
 }
 
 int64_t sparse_workspace_bytes(const AttnArgs& args) {
   const Plan plan = make_plan(args, nullptr, nullptr);
-  return reinterpret_cast<intptr_t>(plan.units_left) + static_cast<int64_t>(sizeof(int64_t));
+  return reinterpret_cast<intptr_t>(plan.units_left) + static_cast<int64_t>(sizeof(int));
 }
 
 cudaError_t launch_sparse(const AttnArgs& args, void* workspace, const uint8_t* status, cudaStream_t stream) {

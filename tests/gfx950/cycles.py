@@ -1,10 +1,11 @@
 """A cycle model of one compute unit, driven by what the interpreter's waves executed. It ranks variants; it measures nothing.
 
 Parameters are of the MI355X, from AMD's public documents (CDNA 4 white paper, MI355X data sheet: 256 CUs at 2.4 GHz, 5.03 PFLOP/s
-MXFP8, 8 TB/s HBM3E, 160 KiB LDS with 128 B/clk, 64 B/clk from L2 to a CU) or, where nothing is published, round assumptions
-(latencies). In the model: issue of one instruction per wave every 4 clocks, the matrix core and the vector ALU of each SIMD, the
-LDS with its bank conflicts, a memory pipe with a bandwidth and a latency that returns in order, waits, barriers, priorities. Not in
-it: register dependencies that no wait covers, hazard nops, instruction caches, DRAM pages, other workgroups, clock management.
+MXFP8, 8 TB/s HBM3E, 64 B/clk from L2 to a CU), for the LDS one clock per phase of core/lds.h (256 B/clk for wide reads, 128 for
+writes), and, where nothing is published, round assumptions (latencies). In the model: issue of one instruction per wave every 4
+clocks, the matrix core and the vector ALU of each SIMD, the LDS with its bank conflicts, a memory pipe with a bandwidth and a
+latency that returns in order, waits, barriers, priorities. Not in it: register dependencies that no wait covers, hazard nops,
+instruction caches, DRAM pages, other workgroups, clock management.
 """
 
 import re
@@ -25,7 +26,7 @@ class Device:
     units: int = 256
     issue: int = 4  # clocks between two instructions of a wave
     valu: int = 4
-    lds_bytes: int = 128  # per clock
+    copy_bytes: int = 128  # into the LDS, per clock
     lds_latency: int = 64
     memory_latency: int = 600  # L2; cold data: see `cold_latency`
     cold_latency: int = 1200
@@ -45,6 +46,14 @@ class _Kind:
     size: int = 0  # bytes that the LDS or the memory moves
     vmcnt: int = -1
     lgkmcnt: int = -1
+
+
+def _phases(x: Instruction) -> int:
+    """Of an LDS instruction, as in core/lds.h."""
+    per_lane = _bytes(x) // 64
+    if "read" in x.opcode:
+        return {16: 4, 12: 8, 8: 2}.get(per_lane, 1) * (2 if "read2" in x.opcode else 1)
+    return {16: 8, 12: 8, 8: 4}.get(per_lane, 2) * (2 if "write2" in x.opcode else 1)
 
 
 def _bytes(x: Instruction) -> int:
@@ -72,9 +81,9 @@ def _kind(x: Instruction, device: Device, conflicts: float) -> _Kind:
     if op == "s_barrier":
         return _Kind("barrier")
     if op.startswith("ds_"):
-        return _Kind("lds", clocks=round(_bytes(x) / device.lds_bytes + conflicts), size=_bytes(x))
+        return _Kind("lds", clocks=round(_phases(x) + conflicts))
     if op.startswith(("buffer_", "global_", "scratch_", "flat_")):
-        return _Kind("memory", size=_bytes(x), clocks=round(_bytes(x) / device.lds_bytes) if x.is_copy else 0)
+        return _Kind("memory", size=_bytes(x), clocks=_bytes(x) // device.copy_bytes if x.is_copy else 0)
     if op.startswith("s_load"):
         return _Kind("scalar")
     return _Kind("valu", device.valu) if op.startswith("v_") else _Kind("other")

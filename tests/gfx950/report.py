@@ -6,7 +6,7 @@ every other instruction of the loop. Waits at K = 2048: s_waitcnt with a vmcnt t
 
 import functools
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -34,6 +34,7 @@ SHAPES = (
     (16384, 7168, 2048),
     (32768, 7168, 1792),
 )
+LATENCIES = (600, 1200, 1800, 2400, 3200)
 NARROW_BELOW = 140  # workgroups of 256 x 256
 TRITON = {"Triton 256x256": TritonGemm(), "Triton 256x128": TritonGemm(block_n=128)}
 
@@ -201,6 +202,13 @@ def predicted(form: str, m: int, n: int, k: int, *, cold: bool, tile: int | None
     return cycles.seconds(cycles_at(f"{form} 256x{tile}", k, cold), tiles, moved if cold else 0)
 
 
+def latency_ratio(tile: int, latency: int) -> float:
+    """Clocks of raw over packed at K = 2048."""
+    device = replace(cycles.MI355X, memory_latency=latency)
+    packed, raw = (cycles.workgroup(execute(f"{form} 256x{tile}", K), device).cycles for form in ("packed", "raw"))
+    return raw / packed
+
+
 def model() -> str:
     lines = [
         "Cycle model (a prediction from stated parameters, see tests/gfx950/cycles.py; never a measurement): one workgroup, K = 2048",
@@ -210,6 +218,15 @@ def model() -> str:
     for name in names():
         hot, cold = (cycles.workgroup(execute(name, K), cold=c) for c in (False, True))
         lines.append(f"| {name} | {hot.cycles} | {cold.cycles} | {hot.matrix_busy:.0%} |")
+    lines += [
+        "",
+        "raw / packed by the latency of memory, the parameter that decides between them (clocks under load are not published):",
+        "",
+    ]
+    lines += ["| tile | " + " | ".join(map(str, LATENCIES)) + " |", "|---" * (1 + len(LATENCIES)) + "|"]
+    for tile in (256, 128):
+        ratios = (latency_ratio(tile, latency) for latency in LATENCIES)
+        lines.append(f"| 256x{tile} | " + " | ".join(f"{r - 1:+.0%}" for r in ratios) + " |")
     lines += [
         "",
         "| M x N x K | tile | model: packed, hot | raw, hot | raw / packed, hot | raw / packed, cold |",

@@ -3,6 +3,7 @@
 import pytest
 
 from . import cycles, launches, report
+from .assembly import Kernel
 from .interpreter import knows
 from .toolchain import missing
 
@@ -19,9 +20,13 @@ FILES = [
 SHIPPED = list(launches.GEMM_KERNELS)
 
 
+def kernels(file: str, arch: str = "gfx950") -> dict[str, Kernel]:
+    return launches.kernels(file) if arch == "gfx950" else launches.kernels(file, arch)  # the spelling that the cache knows
+
+
 @pytest.mark.parametrize(("file", "arch"), FILES, ids=["-".join(f) for f in FILES])
 def test_no_kernel_spills_or_exceeds_the_lds(file, arch):
-    for name, kernel in launches.kernels(file, arch).items():
+    for name, kernel in kernels(file, arch).items():
         m = kernel.metadata
         assert m["vgpr_spill_count"] == 0 and m["sgpr_spill_count"] == 0 and m["private_segment_fixed_size"] == 0, name
         assert m["group_segment_fixed_size"] <= (160 if arch == "gfx950" else 64) * 1024, name
@@ -29,7 +34,8 @@ def test_no_kernel_spills_or_exceeds_the_lds(file, arch):
 
 @pytest.mark.parametrize("file", sorted({f for f, _ in FILES}))
 def test_the_interpreter_knows_every_instruction_of_every_kernel(file):
-    assert {x.opcode for k in launches.kernels(file).values() for x in k.instructions if not knows(x.opcode)} == set()
+    opcodes = {x.opcode for k in kernels(file).values() for x in k.instructions}
+    assert {x for x in opcodes if not knows(x)} == set()
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -54,6 +60,12 @@ def test_the_model_grows_with_the_work_and_keeps_below_the_matrix_cores_peak():
 def test_the_model_ranks_the_shipped_kernels_before_tritons(name):
     ours, triton = (cycles.workgroup(report.execute(n, report.K)).cycles for n in (name, f"Triton {name.split()[1]}"))
     assert ours < triton
+
+
+@pytest.mark.parametrize("tile", [256, 128])
+def test_the_model_shows_what_raw_scales_are_for(tile):
+    """The seed's finding: waits for packed scales also drain the tile copies before them, which costs once memory is far away."""
+    assert report.latency_ratio(tile, 2400) < 0.95 < report.latency_ratio(tile, 600)
 
 
 def test_the_readme_shows_the_table():

@@ -7,10 +7,11 @@
 //   phase     LDS reads and DMA of the next tiles | read_done_barrier | 8 MFMAs | barrier. Waves 4-7 run one barrier behind: on
 //             each SIMD one wave feeds the matrix core while the other one reads. A half tile is refilled in the phase after the
 //             one that read it; all DMA is covered by one counted wait per step.
-//   tail      the last steps drain every copy before the barrier that precedes their first read.
+//   tail      the last steps drain every copy before the barrier that precedes their first read of it.
 //   scales    packed: global loads one step ahead; raw: DMA to LDS in chunks of four steps (scales_gfx950.h).
 //   edges     rows outside A and B and K outside a row are masked to zero by the buffer descriptors.
-// Bound by the matrix cores on large shapes. Not run on hardware: chosen by the seed's measurements, counted in emulation.
+// Never run on hardware. Ranked by the cycle model of tests/gfx950/: b0 read with a0 in one phase (12, 4, 8, 0 reads) took 6 to 8%
+// more cycles. A second set of row fragments, read a phase ahead, would need two waits per step or copies landing in two phases.
 #include "../common/gfx950.h"
 #include "epilogue_gfx950.h"
 #include "mxfp8_gfx950.h"
@@ -35,12 +36,11 @@ template <int kColumnHalves>
 struct Layout {
   static constexpr int kColumns = kColumnHalves * kHalf;
   static constexpr int kStages = kColumnHalves == 2 ? 2 : 3;
-  // Half tiles of a stage in the order in which they are read and refilled: a0, b0, [b1,] a1.
   static constexpr int kB0 = kHalfBytes, kB1 = 2 * kHalfBytes, kA1 = (1 + kColumnHalves) * kHalfBytes;
   static constexpr int kStageBytes = (2 + kColumnHalves) * kHalfBytes;
   static constexpr int kScales = kStages * kStageBytes;
-  // Copies that may be in flight when tile k + 1 must be complete: tile k + 2 and, of the narrow tile k + 3, all but its a1.
-  static constexpr int kInFlight = kColumnHalves == 2 ? 4 * kCopies : (3 + 2) * kCopies;
+  // Copies that may be in flight when tile k + 1 must be complete: of the last tile requested all but a1, and the one before.
+  static constexpr int kInFlight = (1 + kColumnHalves + (kStages - 2) * (2 + kColumnHalves)) * kCopies;
 };
 
 // Chunk c of row r lies at chunk c ^ chunk_swizzle(r). Without conflicts whether the LDS serves 8 or 16 lanes at a time (32 or 64
@@ -127,76 +127,108 @@ struct Gemm {
     barrier();
   }
 
-  // Step k of the main loop refills its own stage with tile k + kStages, each half in the phase after the one that read it: for
-  // the last half of a narrow tile that is the next step's first.
+  MORI_DEVICE void advance() {
+    const int by = stage == (L::kStages - 1) * L::kStageBytes ? -stage : L::kStageBytes;
+    previous_stage = stage;
+    stage += by;
+    read_a += by;
+    read_b += by;
+  }
+
+  // A step refills its own stage with tile k + kStages, each half in the phase after the one that read it. b0 is read a phase
+  // ahead, which evens out the 16-byte reads: 8, 4, 8 and 4 per phase.
   template <bool kMain>
-  MORI_DEVICE void step(int k) {
+  MORI_DEVICE void wide_step(int k) {
     const int next = k + L::kStages;
-    scale.template ahead<kMain>(k, steps);
-    pin_memory_order();
+    if (kMain && next == steps - 1) mask_copies(past_end);
+    scale.template load_next<kMain>(k, steps);
+    read<4, 0>(a_rows, read_a);
+    scale.template read_rows<0>();
+    if (kMain) copy_half<0>(b, stage + L::kB0, next);
+    read_done_barrier();
+    multiply<0, 0>();
+
+    read<2, L::kB1>(b_columns[1], read_b);
+    scale.template read_columns<1>();
+    if (kMain) copy_half<0>(a, stage, next);
+    read_done_barrier();
+    multiply<0, 1>();
+
+    read<4, L::kA1>(a_rows, read_a);
+    scale.template read_rows<1>();
+    if (kMain) copy_half<1>(b, stage + L::kB1, next);
+    wait<kMain ? L::kInFlight : 0, 0>();
+    barrier();  // tile k + 1 has landed for all
+    multiply<1, 0>();
+
+    advance();
+    if (kMain) scale.copy_chunk();
+    if (kMain || k + 1 < steps) {
+      read<2, L::kB0>(b_columns[0], read_b);
+      scale.read_next_columns();
+    }
+    if (kMain) copy_half<1>(a, previous_stage + L::kA1, next);
+    read_done_barrier();
+    multiply<1, 1>();
+    scale.advance();
+  }
+
+  // The same in two phases; the refill of a1 is the next step's first.
+  template <bool kMain>
+  MORI_DEVICE void narrow_step(int k) {
+    const int next = k + L::kStages;
+    scale.template load_next<kMain>(k, steps);
+    if (kMain) scale.copy_chunk();
     read<2, L::kB0>(b_columns[0], read_b);
     read<4, 0>(a_rows, read_a);
     scale.template read_rows<0>();
     scale.template read_columns<0>();
-    if constexpr (kColumnHalves == 1) {
-      if (kMain || next == steps) copy_half<1>(a, previous_stage + L::kA1, next - 1);
-    }
+    if (kMain || next == steps) copy_half<1>(a, previous_stage + L::kA1, next - 1);
     read_done_barrier();
     multiply<0, 0>();
 
     if (kMain && next == steps - 1) mask_copies(past_end);
-    if constexpr (kColumnHalves == 2) {
-      read<2, L::kB1>(b_columns[1], read_b);
-      scale.template read_columns<1>();
-      if (kMain) copy_half<0>(a, stage, next);
-      read_done_barrier();
-      multiply<0, 1>();
-
-      read<4, L::kA1>(a_rows, read_a);
-      scale.template read_rows<1>();
-      if (kMain) copy_half<0>(b, stage + L::kB0, next);
-      read_done_barrier();
-      multiply<1, 1>();
-
-      if (kMain) {
-        copy_half<1>(b, stage + L::kB1, next);
-        copy_half<1>(a, stage + L::kA1, next);
-      }
-    } else {
-      read<4, L::kA1>(a_rows, read_a);
-      scale.template read_rows<1>();
-      if (kMain) {
-        copy_half<0>(a, stage, next);
-        copy_half<0>(b, stage + L::kB0, next);
-      }
+    read<4, L::kA1>(a_rows, read_a);
+    scale.template read_rows<1>();
+    if (kMain) {
+      copy_half<0>(b, stage + L::kB0, next);
+      copy_half<0>(a, stage, next);
     }
-    // Once every wave has passed this barrier, tile k + 1 has landed.
     wait<kMain ? L::kInFlight : 0, 0>();
-    barrier();
+    barrier();  // tile k + 1 has landed for all
     multiply<1, 0>();
-
-    const int advance = stage == (L::kStages - 1) * L::kStageBytes ? -stage : L::kStageBytes;
-    previous_stage = stage;
-    stage += advance;
-    read_a += advance;
-    read_b += advance;
+    advance();
     scale.advance();
   }
 
-  // Fills the stages, with zeros past the last step; tile 0 has landed once every wave has passed the barrier.
+  template <bool kMain>
+  MORI_DEVICE void step(int k) {
+    if constexpr (kColumnHalves == 2) {
+      wide_step<kMain>(k);
+    } else {
+      narrow_step<kMain>(k);
+    }
+  }
+
+  // Fills the stages, with zeros past the last step; tile 0 has landed once every wave has passed the first barrier.
   MORI_DEVICE void fill() {
     scale.start();
     pin_memory_order();  // older than the tiles, so that their wait covers it
 #pragma unroll
     for (int tile = 0; tile < L::kStages; ++tile) {
       mask_copies(tile < steps - 1 ? 0 : tile < steps ? past_end : kOutOfRange);
-      copy_half<0>(a, tile * L::kStageBytes, tile);
       copy_half<0>(b, tile * L::kStageBytes + L::kB0, tile);
+      copy_half<0>(a, tile * L::kStageBytes, tile);
       if constexpr (kColumnHalves == 2) copy_half<1>(b, tile * L::kStageBytes + L::kB1, tile);
       if (kColumnHalves == 2 || tile < L::kStages - 1) copy_half<1>(a, tile * L::kStageBytes + L::kA1, tile);
     }
-    wait_vector<L::kInFlight>();
+    wait_vector<kColumnHalves == 2 ? 4 * kCopies : L::kInFlight>();
     barrier();
+    if constexpr (kColumnHalves == 2) {
+      read<2, L::kB0>(b_columns[0], read_b);
+      scale.template read_columns<0>();
+      read_done_barrier();
+    }
   }
 
   MORI_DEVICE void run(const Epilogue& epilogue) {

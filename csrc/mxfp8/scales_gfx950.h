@@ -52,13 +52,16 @@ struct PackedScales {
     advance();
   }
   template <bool kMain>
-  MORI_DEVICE void ahead(int k, int steps) {
+  MORI_DEVICE void load_next(int k, int steps) {
     if (kMain || k + 1 < steps) load();
+    gfx950::pin_memory_order();
   }
+  MORI_DEVICE void copy_chunk() {}
   template <int kHalf>
   MORI_DEVICE void read_rows() {}
   template <int kHalf>
   MORI_DEVICE void read_columns() {}
+  MORI_DEVICE void read_next_columns() {}
   template <int kIndex>
   MORI_DEVICE int a_operand(int half) const { return words.rows[half]; }
   template <int kIndex>
@@ -110,10 +113,12 @@ struct RawScales {
   }
 
   MORI_DEVICE void start() { copy(0); }
-  // Five steps before the end the last chunk has been requested, inside the main loop; one past it may be, for nothing.
   template <bool kMain>
-  MORI_DEVICE void ahead(int, int) {
-    if (kMain && at % kSlotBytes == 0) copy(at ^ kSlotBytes);
+  MORI_DEVICE void load_next(int, int) {}
+  // Five steps before the end the last chunk has been requested, inside the main loop; one past it may be, for nothing.
+  MORI_DEVICE void copy_chunk() {
+    if (at % kSlotBytes == 0) copy(at ^ kSlotBytes);
+    gfx950::pin_memory_order();
   }
   template <int kHalf>
   MORI_DEVICE void read_rows() {
@@ -124,13 +129,15 @@ struct RawScales {
   MORI_DEVICE void read_columns() {
     columns[kHalf] = gfx950::lds_read<uint8_t>(read_b + at + kHalf * 4 * kGroupBytes);
   }
+  MORI_DEVICE void read_next_columns() { columns[0] = gfx950::lds_read<uint8_t>(read_b + next()); }
   template <int kIndex>
   MORI_DEVICE int a_operand(int) const { return rows[kIndex]; }
   template <int kIndex>
   static constexpr int select = 0;
   MORI_DEVICE int b_operand(int half) const { return columns[half]; }
 
-  MORI_DEVICE void advance() { at = (at + kStepBytes) & (kGroupBytes - 1); }
+  MORI_DEVICE int next() const { return (at + kStepBytes) & (kGroupBytes - 1); }
+  MORI_DEVICE void advance() { at = next(); }
 };
 
 }  // namespace mori::mxfp8

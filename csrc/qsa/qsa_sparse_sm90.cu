@@ -15,6 +15,7 @@
 // (7 % slower); masks of empty slots in every round.
 #include "../common/launch_sm90.cuh"
 #include "../common/tma_sm90.cuh"
+#include "qsa_parts_sm90.cuh"
 #include "qsa_tensor_sm90.cuh"
 #include "qsa_wgmma_sm90.cuh"
 
@@ -23,7 +24,6 @@ namespace {
 
 using namespace sm90;
 
-constexpr int kRows = 16;     // query rows of a tile
 constexpr int kCells = 64;    // slots of a round
 constexpr int kWarpCells = 16;
 constexpr int kThreads = 256; // two warpgroups
@@ -36,39 +36,15 @@ struct Layout {
   static constexpr int kBlocks = kDim > 128 ? kDim / 128 : 1;  // a cell's codes lie in blocks of 128 bytes (dim 64 leaves half empty)
   static constexpr int kTile = kCells * 128;                   // bytes of 64 cells of a block, 128-byte swizzle
   static constexpr int kScaleBytes = kGroups * 2;
-  static constexpr int kK = 0, kV = kK + kBlocks * kTile, kQ = kV + kBlocks * kTile, kQBlock = 2 * kRows * 128;
-  static constexpr int kP = kQ + kBlocks * kQBlock, kPGroup = kCells * kRows * 2;
+  static constexpr int kK = 0, kV = kK + kBlocks * kTile, kQ = kV + kBlocks * kTile, kQBlock = 2 * kTileRows * 128;
+  static constexpr int kP = kQ + kBlocks * kQBlock, kPGroup = kCells * kTileRows * 2;
   static constexpr int kKScale = kP + kGroups * kPGroup, kVScale = kKScale + kCells * kScaleBytes;
   static constexpr int kExchange = kVScale + kCells * kScaleBytes;  // floats [4 warps][16 rows] and [4 warps][4 groups]
-  static constexpr int kFactor = kExchange + 4 * kRows * 4 + 4 * 4 * 4;
-  static constexpr int kBytes = (kFactor + kRows * 4 + 1023) / 1024 * 1024;  // of a warpgroup
+  static constexpr int kFactor = kExchange + 4 * kTileRows * 4 + 4 * 4 * 4;
+  static constexpr int kBytes = (kFactor + kTileRows * 4 + 1023) / 1024 * 1024;  // of a warpgroup
 };
 static_assert(4 * Layout<256>::kBytes + 2 * 2048 <= 227 * 1024, "two CTAs of two warpgroups in a multiprocessor");
 
-// The list of (item, round) in nearly equal parts, one per worker. An item is a token and `step` tiles of query rows.
-struct Parts {
-  int units, workers, size, longer;  // the first `longer` parts have one round more than `size`
-  __host__ __device__ Parts(int units, int most) : units(units), workers(units < most ? units : most) {
-    size = workers > 0 ? units / workers : 0;
-    longer = units - size * workers;
-  }
-  __host__ __device__ int begin(int worker) const { return worker * size + (worker < longer ? worker : longer); }
-  __host__ __device__ int owner(int unit) const {
-    const int in_longer = longer * (size + 1);
-    return unit < in_longer ? unit / (size + 1) : longer + (unit - in_longer) / size;
-  }
-};
-
-struct Plan {
-  int rounds, pairs, step;  // rounds of an item; items of a token; tiles that a CTA serves side by side, 1 or 2
-  int units, most_workers;
-  float* sums;              // [workers * step][2][16][dim]: what a worker left of the first and of the last item of its part
-  float4* stats;            // [workers * step][2][16]: maximum, sum, score factor, token
-  // Blocks of `block` tokens that the dense kernel has not done, or null: then the units are those of the blocks left.
-  const uint8_t* status;
-  int blocks, block, status_heads;
-  int* units_left;
-};
 static_assert(kMaxStatusBlocks / 8 <= Layout<128>::kGroups * Layout<128>::kPGroup, "their bits lie where P will be");
 
 __device__ __forceinline__ bool is_left(const Plan& plan, int block) {
@@ -161,7 +137,7 @@ struct Warpgroup {
       }
       char* target = base + L::kQ + dim / 128 * L::kQBlock + row * 128 + (((dim / 16 ^ row) & 7) << 4) + dim % 16;
       *reinterpret_cast<uint2*>(target) = make_uint2(high[0], high[1]);
-      *reinterpret_cast<uint2*>(target + kRows * 128) = make_uint2(low[0], low[1]);
+      *reinterpret_cast<uint2*>(target + kTileRows * 128) = make_uint2(low[0], low[1]);
     }
     // A q row that is not finite has no digits: its factor makes every score NaN.
     if (part == 0) reinterpret_cast<float*>(base + L::kFactor)[row] = isfinite(top) ? score_factor(args.sm_scale, exponent - 14) : __int_as_float(0x7fc00000);
@@ -270,7 +246,7 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
   const Parts parts(units, plan.most_workers);
   const int begin = parts.begin(min(worker, parts.workers - 1)), count = parts.begin(worker + 1) - begin;
   const int rounds = plan.rounds, group = static_cast<int>(args.q_heads / args.kv_heads);
-  const int pairs = plan.pairs, head_tiles = (group + kRows - 1) / kRows;
+  const int pairs = plan.pairs, head_tiles = (group + kTileRows - 1) / kTileRows;
   const uint32_t mask = opaque(0x00ff00ffu);
 
   // A place in the list of (token, tile or pair of tiles, round), and the heads it stands for.
@@ -290,8 +266,8 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
     int kv, first, rows;
   };
   const auto heads_of = [&](const Place& p) {
-    const int tile = p.pair * plan.step + (plan.step == 2 ? side : 0), in_group = tile % head_tiles * kRows;
-    return Heads{tile / head_tiles, tile / head_tiles * group + in_group, min(kRows, group - in_group)};
+    const int tile = p.pair * plan.step + (plan.step == 2 ? side : 0), in_group = tile % head_tiles * kTileRows;
+    return Heads{tile / head_tiles, tile / head_tiles * group + in_group, min(kTileRows, group - in_group)};
   };
   const int item = begin / rounds;
   Place now = {item / pairs, item % pairs, begin % rounds};
@@ -399,13 +375,13 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
     if (!first) store_p();
     if (warpgroup_any(w.barrier, move || first)) {  // rare: move the maxima and the powers of two, write P again
       float* most = w.exchange();
-      uint32_t* most_scale = reinterpret_cast<uint32_t*>(most + 4 * kRows);
+      uint32_t* most_scale = reinterpret_cast<uint32_t*>(most + 4 * kTileRows);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int s = slot_of(i);
         float x = fmaxf(w.has(valid, w.r) ? score[s] : kLowest, w.has(valid, w.r + 8) ? score[s + 2] : kLowest);
         for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, offset));
-        if (w.r == 0) most[w.warp * kRows + row_of(i, w.c)] = x;
+        if (w.r == 0) most[w.warp * kTileRows + row_of(i, w.c)] = x;
       }
 #pragma unroll
       for (int g = 0; g < L::kGroups; ++g) {
@@ -418,7 +394,7 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* m = most + row_of(i, w.c);
-        const float x = fmaxf(fmaxf(fmaxf(m[0], m[kRows]), fmaxf(m[2 * kRows], m[3 * kRows])), top[i]);
+        const float x = fmaxf(fmaxf(fmaxf(m[0], m[kTileRows]), fmaxf(m[2 * kTileRows], m[3 * kTileRows])), top[i]);
         shrink[i] = exp2_fast((top[i] - x) * factor[i]);
         top[i] = x;
         sum[i] *= shrink[i];
@@ -455,7 +431,7 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         for (int offset = 4; offset < 32; offset *= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], offset);
-        if (w.r == 0) part[w.warp * kRows + row_of(i, w.c)] = sum[i];
+        if (w.r == 0) part[w.warp * kTileRows + row_of(i, w.c)] = sum[i];
       }
       warpgroup_sync(w.barrier);
       const int64_t slot = (static_cast<int64_t>(worker) * plan.step + (plan.step == 2 ? side : 0)) * 2 + (item_start == 0 ? 0 : 1);
@@ -463,7 +439,7 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
       for (int i = 0; i < 4; ++i) {
         const int row = row_of(i, w.c), s = slot_of(i);
         if (row >= heads.rows) continue;
-        const float total = (part[row] + part[kRows + row]) + (part[2 * kRows + row] + part[3 * kRows + row]);
+        const float total = (part[row] + part[kTileRows + row]) + (part[2 * kTileRows + row] + part[3 * kTileRows + row]);
         const float inverse = total == 0.0f ? 0.0f : __frcp_rn(total);
         const int64_t head = heads.first + row;
         const char* gate = args.gate.data == nullptr || total == 0.0f ? nullptr : args.gate.data + now.token * args.gate.stride + head * args.gate.head_stride;
@@ -472,11 +448,11 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
           const int dim = g * 64 + w.warp * 16 + 2 * w.r;
           const float up = 1.0f / __half2float(__ushort_as_half(static_cast<uint16_t>(scale_down[g / 2] >> (g % 2 * 16))));
           const float x = out[g][s] * up, y = out[g][s + 2] * up;
-          if (!whole) *reinterpret_cast<float2*>(plan.sums + (slot * kRows + row) * kDim + dim) = make_float2(x, y);
+          if (!whole) *reinterpret_cast<float2*>(plan.sums + (slot * kTileRows + row) * kDim + dim) = make_float2(x, y);
           else if (now.token < args.tokens)
             store_pair(args, (static_cast<int64_t>(now.token) * args.q_heads + head) * kDim + dim, x * inverse, y * inverse, gate, dim);
         }
-        if (!whole && w.warp == 0 && w.r == 0) plan.stats[slot * kRows + row] = make_float4(top[i], total, factor[i], __int_as_float(now.token));
+        if (!whole && w.warp == 0 && w.r == 0) plan.stats[slot * kTileRows + row] = make_float4(top[i], total, factor[i], __int_as_float(now.token));
       }
       if (!last) w.store_q(next.token, next_heads.first, next_heads.rows);
       item_start = done + 1;
@@ -494,69 +470,6 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
   cp_async_wait<0>();
 }
 
-// Joins the parts of an item that was cut between workers, in order. kDim / 4 threads per (boundary between workers, side, query row); a
-// few rows share a CTA where there may be nothing to do.
-constexpr int kMergeRows = 8;
-template <int kDim>
-__global__ void __launch_bounds__(kDim / 4 * kMergeRows) merge_parts(const AttnArgs args, const Plan plan) {
-  wait_for_dependencies();
-  launch_dependents();
-  const Parts plan_parts(plan.status == nullptr ? plan.units : __ldcg(plan.units_left), plan.most_workers);
-  const int boundary = blockIdx.x + 1;
-  if (boundary >= plan_parts.workers) return;
-  const int item = plan_parts.begin(boundary) / plan.rounds, item_begin = item * plan.rounds, previous = plan_parts.begin(boundary - 1);
-  if (plan_parts.begin(boundary) == item_begin || previous > item_begin) return;  // nothing is cut here, or an earlier boundary's CTA has it
-  const int parts = plan_parts.owner(item_begin + plan.rounds - 1) - boundary + 2;
-  const int side_row = blockIdx.y * blockDim.y + threadIdx.y, side = side_row / kRows, row = side_row % kRows, column = threadIdx.x * 4, lane = threadIdx.x % 32;
-  const int group = static_cast<int>(args.q_heads / args.kv_heads), head_tiles = (group + kRows - 1) / kRows;
-  const int tile = item % plan.pairs * plan.step + side;
-  if (row >= group - tile % head_tiles * kRows) return;
-  // Only the first worker can have begun with another item.
-  const int first = (((boundary - 1) * plan.step + side) * 2 + (previous < item_begin)) * kRows + row;
-  const int stride = plan.step * 2 * kRows, second = (boundary * plan.step + side) * 2 * kRows + row;
-  const auto slot = [&](int i) { return i == 0 ? first : second + (i - 1) * stride; };
-  const int64_t token = plan.status == nullptr ? item / plan.pairs : __float_as_int(__ldcg(&plan.stats[first]).w);
-  if (token >= args.tokens) return;
-
-  constexpr int kBatch = 16;
-  float4 part[kBatch];
-  const auto load = [&](int begin) {
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i)
-      if (begin + i < parts) part[i] = __ldcg(reinterpret_cast<const float4*>(plan.sums + static_cast<int64_t>(slot(begin + i)) * kDim + column));
-  };
-  load(0);
-  constexpr int kLanes = kDim / 4 < 32 ? kDim / 4 : 32;
-  constexpr uint32_t kMask = kLanes == 32 ? ~0u : (1u << kLanes) - 1;  // dim 64: no status, so one row a CTA
-  float top = kLowest;
-  for (int i = lane; i < parts; i += kLanes) top = fmaxf(top, __ldcg(&plan.stats[slot(i)]).x);
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kMask, top, offset));
-  float total = 0.0f;
-  float4 sum = {};
-  for (int begin = 0; begin < parts; begin += kBatch) {  // a lane per part for the weights, then every thread over the parts
-    float weight = 0.0f, share = 0.0f;
-    if (lane < kBatch && begin + lane < parts) {
-      const float4 stat = __ldcg(&plan.stats[slot(begin + lane)]);
-      weight = exp2_fast((stat.x - top) * stat.z);
-      share = weight * stat.y;
-    }
-    for (int offset = kBatch / 2; offset > 0; offset /= 2) share += __shfl_xor_sync(kMask, share, offset);
-    total += __shfl_sync(kMask, share, 0);
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const float w = __shfl_sync(kMask, weight, i);
-      if (begin + i >= parts) continue;
-      sum.x = fmaf(w, part[i].x, sum.x), sum.y = fmaf(w, part[i].y, sum.y), sum.z = fmaf(w, part[i].z, sum.z), sum.w = fmaf(w, part[i].w, sum.w);
-    }
-    load(begin + kBatch);
-  }
-  const float inverse = total == 0.0f ? 0.0f : __frcp_rn(total);
-  const int64_t head = static_cast<int64_t>(tile / head_tiles) * group + tile % head_tiles * kRows + row, at = (token * args.q_heads + head) * kDim + column;
-  const char* gate = args.gate.data == nullptr || total == 0.0f ? nullptr : args.gate.data + token * args.gate.stride + head * args.gate.head_stride;
-  store_pair(args, at, sum.x * inverse, sum.y * inverse, gate, column);
-  store_pair(args, at + 2, sum.z * inverse, sum.w * inverse, gate, column + 2);
-}
-
 int multiprocessors() {
   int device = 0, count = 0;
   cudaGetDevice(&device);
@@ -565,14 +478,14 @@ int multiprocessors() {
 }
 
 Plan make_plan(const AttnArgs& args, void* workspace, const uint8_t* status) {
-  const int64_t group = args.q_heads / args.kv_heads, tiles = args.kv_heads * ((group + kRows - 1) / kRows);
+  const int64_t group = args.q_heads / args.kv_heads, tiles = args.kv_heads * ((group + kTileRows - 1) / kTileRows);
   Plan plan = {};
   plan.rounds = static_cast<int>((args.slots + kCells - 1) / kCells);
   plan.step = tiles % 2 == 0 ? 2 : 1;
   plan.pairs = static_cast<int>(tiles / plan.step);
   plan.units = static_cast<int>(args.tokens * plan.pairs * plan.rounds);
   plan.most_workers = Parts(plan.units, 2 * multiprocessors() * (plan.step == 2 ? 1 : 2)).workers;
-  const int64_t slots = static_cast<int64_t>(plan.most_workers) * plan.step * 2 * kRows;
+  const int64_t slots = static_cast<int64_t>(plan.most_workers) * plan.step * 2 * kTileRows;
   plan.stats = static_cast<float4*>(workspace);
   plan.sums = reinterpret_cast<float*>(plan.stats + slots);
   plan.units_left = reinterpret_cast<int*>(plan.sums + slots * args.dim);
@@ -590,11 +503,7 @@ cudaError_t launch(const AttnArgs& args, const Plan& plan, cudaStream_t stream) 
   const Parts parts(plan.units, plan.most_workers);
   const int ctas = plan.step == 2 ? parts.workers : (parts.workers + 1) / 2;
   const cudaError_t error = launch_overlapped(sparse<kDim>, ctas, kThreads, 2 * Layout<kDim>::kBytes + 1024, stream, args, plan);
-  bool cut = plan.status != nullptr;
-  for (int i = 1; i < parts.workers && !cut; ++i) cut = parts.begin(i) % plan.rounds != 0;
-  if (error != cudaSuccess || !cut || parts.workers < 2) return error;
-  const int rows = plan.status == nullptr ? 1 : kMergeRows;
-  return launch_overlapped(merge_parts<kDim>, dim3(parts.workers - 1, plan.step * kRows / rows), dim3(kDim / 4, rows), 0, stream, args, plan);
+  return error == cudaSuccess ? launch_merge_parts(args, plan, stream) : error;
 }
 
 }  // namespace
@@ -603,7 +512,7 @@ bool sparse_fits(const AttnArgs& args) {
   constexpr int64_t kInt = int64_t{1} << 31;
   for (const DeviceRows* rows : {&args.k, &args.v, &args.k_scale, &args.v_scale})
     if (rows->stride < 0 || rows->stride >= 2 * kInt || rows->head_stride < 0 || rows->head_stride >= 2 * kInt) return false;
-  const int64_t rounds = (args.slots + kCells - 1) / kCells, tiles = args.kv_heads * ((args.q_heads / args.kv_heads + kRows - 1) / kRows);
+  const int64_t rounds = (args.slots + kCells - 1) / kCells, tiles = args.kv_heads * ((args.q_heads / args.kv_heads + kTileRows - 1) / kTileRows);
   return args.kv_type == Kv::i8 && args.out_type != Float::f32 && args.slots > 0 && args.slots < kInt && args.cells > 0 && args.cells < kInt &&
          args.tokens < kInt / 64 && (args.tokens + kCells) * tiles < kInt / rounds;  // the units, also of whole blocks of tokens, are ints
 }

@@ -17,7 +17,7 @@ bool takes(const RouteDims& d) {
 
 // The names give weight rows x tokens of a tile. Misaligned operands take fp32 FMAs instead.
 constexpr Route kRoutes[] = {
-    {"skinny", [](const RouteDims& d) { return d[0] <= kSkinnyTokens; }, "up to 32 tokens: streams the weight once, bound by memory"},
+    {"skinny", [](const RouteDims& d) { return skinny_takes(d[0], d[2]); }, "up to 32 tokens: streams the weight once, bound by memory"},
     {"64x64", takes<GemmTile::rows64_tokens64>, "bf16 wgmma on operands decoded exactly from e4m3; the tile whose waves over 132 SMs take least time"},
     {"64x128", takes<GemmTile::rows64_tokens128>, "the same"},
     {"128x128", takes<GemmTile::rows128_tokens128>, "the same"},
@@ -47,12 +47,15 @@ cudaError_t launch_mx(const GemmArgs& args, const Tensor& like, cudaStream_t str
 }
 
 struct Cuda {
-  static void quantize(const Tensor& x, Rounding rounding, const Tensor& codes, const Tensor& scale) {
+  static void quantize(const Tensor& x, Rounding rounding, const Tensor& codes, const Tensor& scale) { quantize(x, rounding, false, codes, scale); }
+
+  // overlap: the GEMM that follows may start and stream its weight meanwhile.
+  static void quantize(const Tensor& x, Rounding rounding, bool overlap, const Tensor& codes, const Tensor& scale) {
     if (x.numel() == 0) return;
     const Tensor in = dense(x);
     const cuda::Launch launch(x);
     const int64_t k = x.size(-1);
-    cuda::check_launch("mxfp8_quantize", launch_quantize(in.const_data_ptr(), float_type(in), x.numel() / k, k, rounding == Rounding::rceil,
+    cuda::check_launch("mxfp8_quantize", launch_quantize(in.const_data_ptr(), float_type(in), x.numel() / k, k, rounding == Rounding::rceil, overlap,
                                                          mutable_bytes(codes), mutable_bytes(scale), launch.stream()));
   }
 
@@ -112,7 +115,8 @@ struct Cuda {
     }
     const Tensor codes = torch::stable::new_empty(x, Sizes{shape.m, shape.k}, ScalarType::Float8_e4m3fn);
     const Tensor scale = torch::stable::new_empty(x, Sizes{shape.m, shape.k / kBlock}, ScalarType::Byte);
-    quantize(in, rounding, codes, scale);
+    const bool skinny = pick_route(kRoutes, {shape.m, shape.n, shape.k}) == 0;
+    quantize(in, rounding, skinny, codes, scale);
     gemm(shape, Quant::mxfp8_raw, codes, b, scale, b_scale, bias, out);
   }
 };

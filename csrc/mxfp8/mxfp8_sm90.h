@@ -13,7 +13,8 @@ using sm90::Float;
 
 // --- quantize_sm90.cu ---
 
-cudaError_t launch_quantize(const void* x, Float type, int64_t rows, int64_t k, bool rceil, uint8_t* codes, uint8_t* scale, cudaStream_t stream);
+// overlap: the kernel launched next may start early; it must wait for this one before it reads codes and scale.
+cudaError_t launch_quantize(const void* x, Float type, int64_t rows, int64_t k, bool rceil, bool overlap, uint8_t* codes, uint8_t* scale, cudaStream_t stream);
 cudaError_t launch_quantize_weight(const void* w, Float type, int64_t n, int64_t k, bool rceil, uint8_t* codes, uint8_t* scale, cudaStream_t stream);
 cudaError_t launch_dequantize(const uint8_t* codes, const uint8_t* scale, int64_t rows, int64_t k, bool weight_blocks, void* out, Float type,
                               cudaStream_t stream);
@@ -44,8 +45,9 @@ enum class Fp32Scales : int { ptpc, blockscale };
 cudaError_t launch_simple(const GemmArgs& args, cudaStream_t stream);
 cudaError_t launch_simple_fp32_scales(const GemmArgs& args, Fp32Scales scales, cudaStream_t stream);
 
-// mxfp8_skinny_sm90.cu: m <= kSkinnyTokens.
-constexpr int64_t kSkinnyTokens = 32;
+// mxfp8_skinny_sm90.cu: few tokens; the scales of a longer K would not fit shared memory.
+constexpr int64_t kSkinnyTokens = 32, kSkinnyK = 32768;
+bool skinny_takes(int64_t m, int64_t k);
 bool skinny_fits(const GemmArgs& args);
 cudaError_t launch_skinny(const GemmArgs& args, cudaStream_t stream);
 

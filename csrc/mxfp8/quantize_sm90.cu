@@ -1,13 +1,14 @@
 // MXFP8 quantise, dequantise and scale packing on CUDA (scalars: common/mx.h; layouts: mxfp8.h). All bound by memory.
 //
 //   rows     a thread takes 8 consecutive values (16 bytes of bf16), 4 lanes a block of 32: amax by two shuffles, codes stored
-//            as 8 bytes. Warps stride over a flat run of blocks, so that any number of rows is one launch.
+//            as 8 bytes. A CTA takes a flat run of blocks, so that any number of rows is one launch.
 //   weight   a CTA of 8 warps takes 32 rows x 256 columns: a warp is 4 rows, a lane 8 columns; amax over the CTA in shared memory.
 #include <algorithm>
 
-#include "../common/mx.h"
+#include "../common/launch_sm90.cuh"
 #include "../common/sm90.cuh"
 #include "mxfp8_sm90.h"
+#include "quantize_sm90.cuh"
 
 namespace mori::mxfp8 {
 namespace {
@@ -15,44 +16,9 @@ namespace {
 using namespace sm90;
 
 constexpr int kBlock = 32;
-constexpr int kPer = 8;  // values of a thread
 constexpr int kThreads = 256;
+constexpr int kParts = 4;  // of a thread, all requested before the first is used
 constexpr int kMaxGrid = 132 * 16;
-
-// Eight values as fp32; 16-byte loads where the address allows.
-template <class T>
-__device__ __forceinline__ void load8(float (&v)[kPer], const T* p, bool aligned) {
-  alignas(16) T raw[kPer];
-  if (aligned) {
-#pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(raw) / 16); ++i) reinterpret_cast<uint4*>(raw)[i] = reinterpret_cast<const uint4*>(p)[i];
-  } else {
-#pragma unroll
-    for (int i = 0; i < kPer; ++i) raw[i] = p[i];
-  }
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) v[i] = to_float(raw[i]);
-}
-
-__device__ __forceinline__ uint32_t amax_bits(const float (&v)[kPer]) {
-  uint32_t amax = 0;
-#pragma unroll
-  for (float value : v) amax = max(amax, __float_as_uint(value) & mx::kMagnitudeBits);
-  return amax;
-}
-
-__device__ __forceinline__ uint8_t block_scale(uint32_t amax, bool rceil) { return rceil ? mx::block_scale_rceil(amax) : mx::block_scale_floor(amax); }
-
-__device__ __forceinline__ uint2 encode8(const float (&v)[kPer], uint8_t scale) {
-  uint32_t word[2] = {};
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) {
-    const uint32_t bits = __float_as_uint(v[i]);
-    const uint32_t code = (bits >> 24 & 0x80) | mx::encode_e4m3(mx::scaled_magnitude(bits & mx::kMagnitudeBits, scale));
-    word[i / 4] |= (scale == mx::kNanScale ? mx::kNanCode : code) << 8 * (i % 4);
-  }
-  return {word[0], word[1]};
-}
 
 __device__ __forceinline__ void store8(uint8_t* p, uint2 word, bool aligned) {
   if (aligned) {
@@ -63,20 +29,24 @@ __device__ __forceinline__ void store8(uint8_t* p, uint2 word, bool aligned) {
   for (int i = 0; i < kPer; ++i) p[i] = static_cast<uint8_t>((i < 4 ? word.x : word.y) >> 8 * (i % 4));
 }
 
-// `aligned`: x to 16 bytes and codes to 8.
+// `aligned`: x to 16 bytes and codes to 8. `overlap`: the next kernel may start now.
 template <class T>
-__global__ void __launch_bounds__(kThreads) quantize_rows(const T* __restrict__ x, int64_t blocks, bool rceil, bool aligned, uint8_t* __restrict__ codes,
+__global__ void __launch_bounds__(kThreads) quantize_rows(const T* __restrict__ x, int64_t blocks, bool rceil, bool aligned, bool overlap, uint8_t* __restrict__ codes,
                                                           uint8_t* __restrict__ scale) {
-  const int64_t parts = blocks * (kBlock / kPer), stride = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t part = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; part - part % 32 < parts; part += stride) {
-    const bool valid = part < parts;
-    float v[kPer] = {};
-    if (valid) load8(v, x + part * kPer, aligned);
-    uint32_t amax = amax_bits(v);
-    amax = max(amax, __shfl_xor_sync(~0u, amax, 1));
-    amax = max(amax, __shfl_xor_sync(~0u, amax, 2));
-    const uint8_t byte = block_scale(amax, rceil);
-    if (!valid) continue;
+  if (overlap) launch_dependents();
+  wait_for_dependencies();
+  const int64_t parts = blocks * (kBlock / kPer), first = static_cast<int64_t>(blockIdx.x) * kParts * kThreads + threadIdx.x;
+  Values<T> values[kParts] = {};
+#pragma unroll
+  for (int i = 0; i < kParts; ++i)
+    if (first + i * kThreads < parts) values[i].load(x + (first + i * kThreads) * kPer, aligned);
+#pragma unroll
+  for (int i = 0; i < kParts; ++i) {
+    const int64_t part = first + i * kThreads;
+    float v[kPer];
+    values[i].to_floats(v);
+    const uint8_t byte = block_scale(max_of_block(amax_bits(v)), rceil);
+    if (part >= parts) continue;
     store8(codes + part * kPer, encode8(v, byte), aligned);
     if (part % 4 == 0) scale[part / 4] = byte;
   }
@@ -101,9 +71,7 @@ __global__ void __launch_bounds__(kThreads) quantize_weight(const T* __restrict_
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kWarps; ++i) amax = max(amax, shared_amax[i][lane]);
-  amax = max(amax, __shfl_xor_sync(~0u, amax, 1));
-  amax = max(amax, __shfl_xor_sync(~0u, amax, 2));
-  const uint8_t byte = block_scale(amax, rceil);
+  const uint8_t byte = block_scale(max_of_block(amax), rceil);
   if (column >= k) return;
 #pragma unroll
   for (int r = 0; r < kRowsPerWarp; ++r) {
@@ -147,12 +115,13 @@ bool aligned(const void* x, const void* codes) { return reinterpret_cast<uintptr
 
 }  // namespace
 
-cudaError_t launch_quantize(const void* x, Float type, int64_t rows, int64_t k, bool rceil, uint8_t* codes, uint8_t* scale, cudaStream_t stream) {
+cudaError_t launch_quantize(const void* x, Float type, int64_t rows, int64_t k, bool rceil, bool overlap, uint8_t* codes, uint8_t* scale, cudaStream_t stream) {
   const int64_t blocks = rows * (k / kBlock);
   return with_float(type, [&](auto element) {
     using T = decltype(element);
-    quantize_rows<<<grid_for(blocks * 4), kThreads, 0, stream>>>(static_cast<const T*>(x), blocks, rceil, aligned(x, codes), codes, scale);
-    return cudaGetLastError();
+    const int64_t ctas = (blocks * (kBlock / kPer) + kParts * kThreads - 1) / (kParts * kThreads);
+    return launch_overlapped(quantize_rows<T>, dim3(static_cast<unsigned>(ctas)), kThreads, 0, stream, static_cast<const T*>(x), blocks, rceil, aligned(x, codes),
+                             overlap, codes, scale);
   });
 }
 

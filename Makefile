@@ -10,7 +10,7 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/installed-$(subst =,-,$(TORCH))
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test test-gpu test-mps gfx950-report bench build clean
+.PHONY: help demo test test-gpu test-mps cuda-report gfx950-report bench build clean
 .DEFAULT_GOAL := help
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make test    the whole test suite"
 	@echo "make test-gpu  on an NVIDIA or AMD GPU, with the torch of GPU_PYTHON (python3): kernels, then packed against raw scales"
 	@echo "make test-mps  on a Mac: the Metal operators on its GPU, then their kernels in pairs, with times"
+	@echo "make cuda-report  registers, spills and shared memory of the CUDA kernels (needs nvcc, no GPU)"
 	@echo "make gfx950-report  what the compiler makes of the AMD kernels, beside Triton's; a cycle model (ARGS=--write: into the README)"
 	@echo "make bench   measure every operator against its peers (ARGS=... for one of them)"
 	@echo "make build   the environment and the library only"
@@ -34,13 +35,17 @@ GPU_PYTHON ?= python3
 test-gpu:
 	$(GPU_PYTHON) -c 'import torch; assert torch.cuda.is_available(), "this torch sees no GPU"'
 	$(GPU_PYTHON) setup.py -q build_ext --inplace
-	$(GPU_PYTHON) -m pytest tests/test_cuda.py $(ARGS)
+	$(GPU_PYTHON) -m pytest tests/test_cuda.py tests/test_cuda_runtime.py $(ARGS)
 	$(GPU_PYTHON) -m bench mxfp8_layouts --device cuda --no-save
 
 test-mps: build
 	@$(PY) -c 'import torch; torch.backends.mps.is_available() or exit("make test-mps needs the mps device of a Mac")'
 	$(PY) -m pytest tests/metal/test_operators.py tests/metal/test_attention.py tests/metal/test_projection.py tests/metal/test_dispatch.py
 	$(PY) -m bench compare $(ARGS)
+
+# Needs nvcc, no GPU.
+cuda-report: build
+	$(PY) -m tests.cuda_report
 
 gfx950-report: build
 	$(PY) -m tests.gfx950.report $(ARGS)

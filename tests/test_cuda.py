@@ -153,6 +153,21 @@ def test_gr_down_rows_do_not_depend_on_the_window(k: int, norm: bool) -> None:
         assert torch.equal(mori_ops.gr_down(x[:ntok], w, **options), whole[:ntok])
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("ntok", [9, 20, 33, 64, 100, 600])
+def test_gr_down_of_many_tokens(ntok: int, norm: bool, dtype: torch.dtype) -> None:
+    n, k = cases.GR_N, cases.GR_K
+    spread = torch.exp2(torch.randint(-6, 7, (ntok, k // 32, 1), device="cuda").float())
+    x = (torch.randn(ntok, k // 32, 32, device="cuda") * spread).flatten(1).to(dtype)
+    w = mori_ops.q8_0_quantize(torch.randn(n, k, device="cuda"))
+    options = {"norm_weight": (torch.rand(k, device="cuda") + 0.5).to(dtype), "hc": cases.GR_HC} if norm else {}
+    whole = mori_ops.gr_down(x, w, **options)
+    check(whole, reference.gr_down(x, w, **options))
+    fewer = ntok - 1 if ntok > 9 and ntok != 33 else ntok  # stays in the route
+    assert torch.equal(mori_ops.gr_down(x[:fewer], w, **options), whole[:fewer])
+
+
 @pytest.mark.parametrize("op", CUDA_OPS)
 def test_capture_and_replay(op: str) -> None:
     """The first call of a fresh shape inside a capture, then a replay over changed inputs."""

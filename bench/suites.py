@@ -220,18 +220,22 @@ def _qsa_case(tokens: int, position: int, device: str) -> Case:
     def ours(kv):
         return mori_ops.qsa_flash(q, kv[0], kv[1], ids, k_scale=kv[2], v_scale=kv[3])
 
-    step = 1 if device == "cpu" else 64
+    # One token at a time on the CPU, 64 on a GPU: S cells are copied for each.
+    pieces = range(tokens) if device == "cpu" else [slice(t, t + 64) for t in range(0, tokens, 64)]
 
     def gather(kv):
-        parts = []
-        for t in range(0, tokens, step):
-            row = ids[t : t + step]
+        results = []
+        for piece in pieces:
+            row = ids[piece]
             picked = row.clamp(min=0).long()
-            keys, values = ((codes[picked].to(dtype).unflatten(-1, (-1, 64)) * scale[picked].to(dtype)[..., None]).flatten(-2) for codes, scale in (kv[::2], kv[1::2]))
-            scores = torch.einsum("thgd,tshd->thgs", q[t : t + step].unflatten(1, heads), keys) * cases.QSA_D**-0.5
-            p = scores.masked_fill((row < 0)[:, None, None], -torch.inf).softmax(-1)
-            parts.append(torch.einsum("thgs,tshd->thgd", p, values).flatten(1, 2))
-        return torch.cat(parts)
+            keys, values = (
+                (codes[picked].to(dtype).unflatten(-1, (-1, 64)) * scale[picked].to(dtype)[..., None]).flatten(-2)
+                for codes, scale in (kv[::2], kv[1::2])
+            )
+            scores = torch.einsum("...hgd,...shd->...hgs", q[piece].unflatten(-2, heads), keys) * cases.QSA_D**-0.5
+            p = scores.masked_fill((row < 0)[..., None, None, :], -torch.inf).softmax(-1)
+            results.append(torch.einsum("...hgs,...shd->...hgd", p, values).reshape(-1, cases.QSA_HQ, cases.QSA_D))
+        return torch.cat(results)
 
     def sdpa(dense):
         return F.scaled_dot_product_attention(q.transpose(0, 1)[None], *dense, is_causal=True, enable_gqa=True)

@@ -10,13 +10,14 @@ PY := $(VENV)/bin/python
 INSTALLED := $(VENV)/installed-$(subst =,-,$(TORCH))
 PIP := $(PY) -m pip --disable-pip-version-check --quiet
 
-.PHONY: help demo test test-gpu test-mps cuda-report gfx950-report bench build clean
+.PHONY: help demo test test-gpu test-gpu2 test-mps cuda-report gfx950-report bench build clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make demo    the main job: a real model, attention and gated residual in a model, two tensor-parallel processes"
 	@echo "make test    the whole test suite"
 	@echo "make test-gpu  on an NVIDIA or AMD GPU, with the torch of GPU_PYTHON (python3): kernels, then packed against raw scales"
+	@echo "make test-gpu2  gemm_ar on two GPUs: exactness, soak, missing ranks"
 	@echo "make test-mps  on a Mac: the Metal operators on its GPU, then their kernels in pairs, with times"
 	@echo "make cuda-report  registers, spills and shared memory of the CUDA kernels (needs nvcc, no GPU)"
 	@echo "make gfx950-report  what the compiler makes of the AMD kernels, beside Triton's; a cycle model (ARGS=--write: into the README)"
@@ -37,6 +38,10 @@ test-gpu:
 	$(GPU_PYTHON) setup.py -q build_ext --inplace
 	$(GPU_PYTHON) -m pytest tests/test_cuda.py tests/test_cuda_runtime.py $(ARGS)
 	$(GPU_PYTHON) -m bench mxfp8_layouts --device cuda --no-save
+
+test-gpu2:
+	$(GPU_PYTHON) setup.py -q build_ext --inplace
+	$(GPU_PYTHON) -m pytest tests/test_gemm_ar_gpus.py $(ARGS)
 
 test-mps: build
 	@$(PY) -c 'import torch; torch.backends.mps.is_available() or exit("make test-mps needs the mps device of a Mac")'

@@ -1,4 +1,4 @@
-"""gemm_ar in two processes: the same paired rounds as the other suites, every call between barriers, the slower rank counts.
+"""gemm_ar in two processes (on GPUs: distributed_cuda.py): the same paired rounds as the other suites, every call between barriers, the slower rank counts.
 
 On one host gloo is only a copy by the same cores, so there is nothing to hide behind a GEMM. The `link` cases therefore hold every
 TCP connection to a rate (SO_MAX_PACING_RATE, by the kernel) at which the split form spends as long on the link as on the GEMM:
@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -22,7 +22,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import mori_ops
-from bench import report
+from bench import distributed_cuda, report
 from bench.timing import Arm, Case, Goal
 from mori_ops import collectives, reference
 from mori_ops.collectives import Band, BandBuffers, Gemm, Group, Headers, Workspace
@@ -31,14 +31,14 @@ from tests import cases
 
 WORLD = 2
 ROUNDS = 11
-SHAPES = ((1, 7168, 2048), (64, 7168, 2048), (512, 7168, 512), (1024, 7168, 512))
+SHAPES = ((1, 7168, 2048), (64, 7168, 2048), (512, 7168, 512))
 SO_MAX_PACING_RATE = 47
 NO_LIMIT = 2**64 - 1
 SPLIT, ALL_REDUCE = "the same without overlap", "GEMM, then dist.all_reduce bf16"
 
 
 def available(device: str) -> bool:
-    return device == "cpu"
+    return device == "cpu" or (torch.cuda.device_count() >= WORLD and mori_ops.kernels()["gemm_ar"]["cuda"])
 
 
 def rows(device: str) -> list[dict[str, Any]]:
@@ -50,15 +50,20 @@ def rows(device: str) -> list[dict[str, Any]]:
 
 def _rank(rank: int, folder: str, device: str) -> None:
     torch.set_num_threads(1)  # two processes on two cores
+    if device == "cuda":
+        torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", WORLD)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
-    found = [report.row(case, "hot", _paired(case)) for case in _cases(rank, device)]
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", store=store, rank=rank, world_size=WORLD, timeout=timedelta(seconds=120))
+    if device == "cuda":
+        found = [report.row(case, "cold", distributed_cuda.paired(case)) for case in distributed_cuda.cases_of(rank, WORLD)]
+    else:
+        found = [report.row(case, "hot", _paired(case)) for case in _cases(rank)]
     if rank == 0:
         torch.save(found, f"{folder}/rows.pt")
     dist.destroy_process_group()
 
 
-def _cases(rank: int, device: str) -> Iterator[Case]:
+def _cases(rank: int) -> Iterator[Case]:
     for m, n, k in SHAPES:
         for link in ("loopback", "paced") if m >= 512 else ("loopback",):
             yield _case(rank, m, n, k, link)

@@ -30,12 +30,13 @@ REFUSED = [-1] * len(HEADER_FIELDS)
 
 @dataclass(frozen=True)
 class Group:
-    """A process group as seen from one of its ranks."""
+    """A process group as seen from one of its ranks. `control` carries what hosts tell each other."""
 
     process_group: dist.ProcessGroup | None
     name: str
     rank: int
     world: int
+    control: dist.ProcessGroup | None = None
 
     @classmethod
     def named(cls, name: str) -> Group:
@@ -45,7 +46,7 @@ class Group:
             process_group = dist.distributed_c10d._resolve_process_group(name)
         except (RuntimeError, ValueError) as error:
             raise ValueError(f"gemm_ar: group_name must name a process group of this rank, got '{name}'") from error
-        return cls(process_group, name, process_group.rank(), process_group.size())
+        return cls(process_group, name, process_group.rank(), process_group.size(), control_group(process_group))
 
     @property
     def peers(self) -> list[int]:
@@ -54,6 +55,23 @@ class Group:
     def shares(self, size: int) -> list[int]:
         """`size` things dealt out to the ranks: the first ranks take one more where they do not divide evenly."""
         return [size // self.world + (rank < size % self.world) for rank in range(self.world)]
+
+
+# By name, with the group that it was made for: a name may be used again for another group.
+_control_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+
+
+def control_group(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """The group itself if it can move CPU tensors; else (NCCL alone) a gloo group of the same ranks, made in the first call."""
+    if process_group.size() == 1 or torch.device("cpu") in process_group._device_types:
+        return process_group
+    known = _control_groups.get(process_group.group_name)
+    if known is None or known[0] is not process_group:
+        members = dist.get_process_group_ranks(process_group)
+        timeout = process_group._get_backend(process_group._device_types[0]).options._timeout
+        known = process_group, dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
+        _control_groups[process_group.group_name] = known
+    return known[1]
 
 
 class Workspace:
@@ -145,11 +163,20 @@ class Gemm:
 def transfers(sends: dict[int, Tensor], receives: dict[int, Tensor], group: Group, tag: int) -> dict[int, list[dist.Work]]:
     """Starts to send and to receive, by rank; empty tensors do not travel."""
     works: dict[int, list[dist.Work]] = {rank: [] for rank in group.peers}
+    on_device = receives[group.peers[0]].is_cuda
+    process_group = group.process_group if on_device else group.control
+    operations: list[dist.P2POp] = []
     for rank in group.peers:
-        if receives[rank].numel():
-            works[rank].append(dist.irecv(receives[rank], group=group.process_group, group_src=rank, tag=tag))
-        if sends[rank].numel():
-            works[rank].append(dist.isend(sends[rank], group=group.process_group, group_dst=rank, tag=tag))
+        for start, tensor in ((dist.irecv, receives[rank]), (dist.isend, sends[rank])):
+            if not tensor.numel():
+                continue
+            if on_device:  # NCCL runs them in order unless they start together
+                operations.append(dist.P2POp(start, tensor, group=process_group, group_peer=rank))
+            else:
+                where = {"group_src" if start is dist.irecv else "group_dst": rank}
+                works[rank].append(start(tensor, group=process_group, tag=tag, **where))
+    if operations:
+        works[group.peers[0]] = dist.batch_isend_irecv(operations)
     return works
 
 
@@ -182,7 +209,8 @@ class Headers:
 
     def wait(self) -> list[list[int]]:
         """All headers, in rank order."""
-        finish(self.works, self.group)
+        works, self.works = self.works, {}  # gloo's may be waited for only once
+        finish(works, self.group)
         return self.received.tolist()
 
     def agree(self) -> None:
@@ -322,11 +350,11 @@ class Band:
             self.out.copy_(decode_rows(self.payload))
 
 
-def reserve(workspace: Workspace, m_max: int, n_max: int, group: Group) -> None:
+def reserve(workspace: Workspace, m_max: int, n_max: int, group: Group, device: torch.device) -> None:
     """Memory for every call of up to m_max rows and n_max columns; calls with more rows take lower bands."""
     workspace.band_limit = band_height(m_max)
-    workspace.take("received", (ONE_SHOT_BYTES,), torch.uint8, torch.device("cpu"))
-    BandBuffers(workspace, workspace.band_limit, n_max, group, torch.device("cpu"), fp8=True)
+    workspace.take("received", (ONE_SHOT_BYTES,), torch.uint8, device)
+    BandBuffers(workspace, workspace.band_limit, n_max, group, device, fp8=True)
 
 
 # Which one serves a call stands in csrc/gemm_ar/gemm_ar.cpp; the table looks only at what all ranks have agreed on.

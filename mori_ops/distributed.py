@@ -22,6 +22,9 @@ from torch import Tensor
 
 from mori_ops.collectives import ALGORITHMS, BLOCK, REFUSED, WIRES, Gemm, Group, Headers, Workspace, reserve
 from mori_ops.routes import route
+from mori_ops.symmetric import SymmetricWorkspace, open_workspace, partial_bytes, slot_bytes
+
+TIMEOUT = 60.0  # seconds that a CUDA kernel waits for another rank
 
 
 def gemm_ar(
@@ -92,20 +95,32 @@ def shard(features: int, group: dist.ProcessGroup | str | None = None) -> slice:
 class GemmAllReduce:
     """gemm_ar for engines: owns the memory that calls of up to `m_max` rows and `n_max` columns need, and writes into the caller's.
 
-    Calls may alternate between weights, shapes and scale layouts. More rows than `m_max` work too, by bands of the same size;
-    more columns than `n_max` are refused. All ranks of the group construct it, call it and close it in the same order.
+    Calls may alternate between weights, shapes and scale layouts. More rows than `m_max` work too, some at a time; more columns
+    than `n_max` are refused. All ranks of the group construct it, call it and close it in the same order, and use one for one
+    stream of calls at a time.
 
-    >>> with GemmAllReduce(m_max=16384, n_max=7168, group=tp) as all_reduce:
+    On CUDA, calls may be captured in graphs and the workspace is symmetric memory. A rank that is missing from a replay is noticed
+    by the others after `timeout` seconds: the result is NaN, and `check()` and the next call raise.
+
+    >>> with GemmAllReduce(m_max=16384, n_max=7168, group=tp, device="cuda") as all_reduce:
     ...     all_reduce(a, b, a_scale, b_scale, "mxfp8_raw", out=out)
     """
 
-    def __init__(self, m_max: int, n_max: int, group: dist.ProcessGroup | str | None = None) -> None:
+    def __init__(
+        self,
+        m_max: int,
+        n_max: int,
+        group: dist.ProcessGroup | str | None = None,
+        *,
+        device: torch.device | str = "cpu",
+        out_dtype: torch.dtype = torch.bfloat16,
+        timeout: float = TIMEOUT,
+    ) -> None:
         if m_max < 1 or n_max < 1:
             raise ValueError(f"GemmAllReduce: m_max and n_max must be positive, got {m_max} and {n_max}")
-        self.n_max = n_max
-        self._group: Group | None = Group.named(group_name(group))
-        self._workspace = Workspace()
-        reserve(self._workspace, m_max, n_max, self._group)
+        self.n_max, self.out_dtype = n_max, out_dtype
+        self._engine: Engine | None = Engine(Group.named(group_name(group)), torch.device(device), timeout)
+        self._engine.reserve(m_max, n_max, out_dtype)
 
     def __call__(
         self,
@@ -120,21 +135,27 @@ class GemmAllReduce:
         out_dtype: torch.dtype | None = None,
         wire: str = "bf16",
     ) -> Tensor:
-        """See gemm_ar. With `out`, dense and of shape `[.., N]`, no memory is allocated; returns it."""
-        if self._group is None:
+        """See gemm_ar. With `out`, dense and of shape `[.., N]`, no memory is allocated for the result; returns it."""
+        if self._engine is None:
             raise RuntimeError("GemmAllReduce: it is closed")
-        dtype = out.dtype if out is not None else out_dtype or torch.bfloat16
-        return run(Gemm(a, b, a_scale, b_scale, quant, bias, dtype, wire), self._group, self._workspace, out, self.n_max)
+        dtype = out.dtype if out is not None else out_dtype or self.out_dtype
+        return self._engine.run(Gemm(a, b, a_scale, b_scale, quant, bias, dtype, wire), out, self.n_max)
+
+    def check(self) -> None:
+        """Raises when a kernel has given up waiting for a rank; call it behind a synchronisation."""
+        if self._engine is not None:
+            self._engine.check()
 
     @property
     def nbytes(self) -> int:
         """Bytes of workspace on this rank."""
-        return self._workspace.nbytes
+        return 0 if self._engine is None else self._engine.nbytes
 
     def close(self) -> None:
         """Frees the workspace; further calls are refused. Closing twice is fine."""
-        self._group = None
-        self._workspace.blocks.clear()
+        if self._engine is not None:
+            self._engine.close()
+            self._engine = None
 
     def __enter__(self) -> GemmAllReduce:
         return self
@@ -143,38 +164,116 @@ class GemmAllReduce:
         self.close()
 
 
-def run(gemm: Gemm, group: Group, workspace: Workspace, out: Tensor | None, n_max: int | None = None) -> Tensor:
-    try:
-        gemm.check(out)
-        if n_max is not None and gemm.columns > n_max:
-            raise ValueError(f"gemm_ar: N must be at most the n_max of this GemmAllReduce, {n_max}, got {gemm.columns}")
-    except ValueError:
-        if group.world > 1:
-            Headers(REFUSED, group).wait()
-        raise
-    if out is None:
-        out = gemm.a.new_empty(gemm.out_shape, dtype=gemm.out_dtype)
-    if group.world == 1:
-        torch.ops.mori.scaled_gemm.out(*gemm.operands, bias=gemm.bias, out=out)
+class Engine:
+    """What runs the calls of one group on one device, with the memory that it keeps between them."""
+
+    def __init__(self, group: Group, device: torch.device, timeout: float = TIMEOUT) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        self.group, self.device, self.timeout = group, device, timeout
+        self.workspace = Workspace()
+        # Of growing size: a captured graph may still use the earlier ones. None: tried, and this group cannot share memory.
+        self.symmetric: list[SymmetricWorkspace] | None = [] if device.type == "cuda" and group.world > 1 else None
+
+    def reserve(self, m_max: int, n_max: int, out_dtype: torch.dtype) -> None:
+        if self.group.world == 1:
+            return
+        if self.symmetric is not None:
+            self.open(slot_bytes(m_max, n_max, partial_bytes(out_dtype), self.group.world))
+        if self.symmetric is None:
+            reserve(self.workspace, m_max, n_max, self.group, self.device)
+
+    def open(self, wanted_bytes: int) -> None:
+        """Collective."""
+        opened = open_workspace(self.group, wanted_bytes, self.device, self.timeout)
+        if opened is None:
+            self.symmetric = None
+        else:
+            self.symmetric.append(opened)
+
+    def check(self) -> None:
+        for workspace in self.symmetric or ():
+            workspace.check()
+
+    @property
+    def nbytes(self) -> int:
+        return self.workspace.nbytes + sum(workspace.nbytes for workspace in self.symmetric or ())
+
+    def close(self) -> None:
+        self.workspace.blocks.clear()
+        for workspace in self.symmetric or ():
+            workspace.close()
+
+    def run(self, gemm: Gemm, out: Tensor | None, n_max: int | None = None) -> Tensor:
+        group = self.group
+        try:
+            gemm.check(out)
+            if gemm.a.device != self.device:
+                raise ValueError(f"gemm_ar: a must be on {self.device}, the device of this GemmAllReduce, got {gemm.a.device}")
+            if n_max is not None and gemm.columns > n_max:
+                raise ValueError(f"gemm_ar: N must be at most the n_max of this GemmAllReduce, {n_max}, got {gemm.columns}")
+            self.check()
+        except (ValueError, RuntimeError):
+            if group.world > 1:
+                Headers(REFUSED, group).wait()
+            raise
+        if out is None:
+            out = gemm.a.new_empty(gemm.out_shape, dtype=gemm.out_dtype)
+        if group.world == 1:
+            torch.ops.mori.scaled_gemm.out(*gemm.operands, bias=gemm.bias, out=out)
+            return out
+        headers = Headers(gemm.header(), group)
+        if out.numel() == 0:
+            headers.agree()
+            return out
+        kernel = route("gemm_ar", device=out.device, world=group.world, m=gemm.rows, n=gemm.columns).kernel
+        rows = out.view(gemm.rows, gemm.columns)
+        if self.symmetric is not None:
+            headers.agree()
+            self.make_room(gemm, keep=n_max is not None)
+        if self.symmetric is not None:
+            self.symmetric[-1].run(gemm, kernel == "one_shot", rows)
+        else:
+            ALGORITHMS["one_shot" if kernel == "one_shot" else "bands"](gemm, group, headers, self.workspace, rows)
         return out
-    headers = Headers(gemm.header(), group)
-    if out.numel() == 0:
-        headers.agree()
-        return out
-    kernel = route("gemm_ar", device=out.device, world=group.world, m=gemm.rows, n=gemm.columns).kernel
-    ALGORITHMS[kernel](gemm, group, headers, workspace, out.view(gemm.rows, gemm.columns))
-    return out
+
+    def make_room(self, gemm: Gemm, *, keep: bool) -> None:
+        """Symmetric memory for this call; `keep`: any amount will do. All ranks have agreed on its shape."""
+        have = self.symmetric[-1].slot_bytes if self.symmetric else 0
+        wanted = slot_bytes(gemm.rows, gemm.columns, partial_bytes(gemm.out_dtype), self.group.world)
+        if have >= wanted or (have and keep):
+            return
+        if torch.cuda.is_current_stream_capturing():
+            if have:
+                return
+            raise RuntimeError("gemm_ar: symmetric memory cannot be set up while a graph is captured: call gemm_ar once before, or use GemmAllReduce")
+        self.open(max(wanted, 2 * have))
+
+
+# Engines of the functional operator, by group and device, with the process group that they were made for.
+_engines: dict[tuple[str, torch.device], Engine] = {}
+
+
+def engine_of(name: str, device: torch.device) -> Engine:
+    group = Group.named(name)
+    if device.type != "cuda":
+        return Engine(group, device)
+    known = _engines.get((name, device))
+    if known is None or known.group.process_group is not group.process_group:
+        known = _engines[name, device] = Engine(group, device)
+    return known
 
 
 def _gemm_ar(a, b, a_scale, b_scale, quant, group_name, *, bias=None, out_dtype=None, wire="bf16"):
     gemm = Gemm(a, b, a_scale, b_scale, quant, bias, out_dtype or torch.bfloat16, wire)
-    return run(gemm, Group.named(group_name), Workspace(), None)
+    return engine_of(group_name, a.device).run(gemm, None)
 
 
 def _gemm_ar_out(a, b, a_scale, b_scale, quant, group_name, *, bias=None, wire="bf16", out):
-    run(Gemm(a, b, a_scale, b_scale, quant, bias, out.dtype, wire), Group.named(group_name), Workspace(), out)
+    engine_of(group_name, a.device).run(Gemm(a, b, a_scale, b_scale, quant, bias, out.dtype, wire), out)
 
 
 _library = torch.library.Library("mori", "IMPL")
-_library.impl("gemm_ar", _gemm_ar, "CPU")
-_library.impl("gemm_ar.out", _gemm_ar_out, "CPU")
+for _key in ("CPU", "CUDA") if "cuda" in torch.ops.mori.build_info() else ("CPU",):
+    _library.impl("gemm_ar", _gemm_ar, _key)
+    _library.impl("gemm_ar.out", _gemm_ar_out, _key)

@@ -1,4 +1,4 @@
-"""Processes that hold a gloo group, for tests of collective operators.
+"""Processes that hold a process group (gloo, or NCCL and a GPU each), for tests of collective operators.
 
 `Ranks(4).run(function, *args, world=2)` calls `function(group, *args)` in the first two processes, `group` being their
 process group, and returns what they return. Nothing can hang: a call has `TIMEOUT` seconds, then the processes are killed.
@@ -24,14 +24,15 @@ TIMEOUT = 60.0
 
 
 class Ranks:
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, backend: str = "gloo", timeout: float = TIMEOUT) -> None:
         self.folder = tempfile.TemporaryDirectory()
+        self.timeout = timeout
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["torch", "mori_ops"])  # imported once for all ranks
         self.processes, self.pipes = [], []
         for rank in range(world):
             pipe, end = context.Pipe()
-            process = context.Process(target=serve, args=(rank, world, self.folder.name, end), daemon=True)
+            process = context.Process(target=serve, args=(rank, world, backend, timeout, self.folder.name, end), daemon=True)
             process.start()
             end.close()
             self.processes.append(process)
@@ -41,7 +42,7 @@ class Ranks:
         pipes = self.pipes[:world]
         for pipe in pipes:
             pipe.send((function, len(pipes), args))
-        deadline = time.monotonic() + TIMEOUT
+        deadline = time.monotonic() + self.timeout
         failures, results = [], []
         for rank, pipe in enumerate(pipes):
             try:
@@ -62,10 +63,12 @@ class Ranks:
         self.folder.cleanup()
 
 
-def serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
+def serve(rank: int, world: int, backend: str, timeout: float, folder: str, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     store = dist.FileStore(str(Path(folder, "store")), world)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT / 2))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=timeout / 2))
     groups = {size: dist.new_group(list(range(size))) for size in range(1, world)}
     groups[world] = dist.group.WORLD
     while True:
@@ -73,7 +76,7 @@ def serve(rank: int, world: int, folder: str, pipe: Connection) -> None:
             function, size, args = pipe.recv()
         except EOFError:
             return
-        faulthandler.dump_traceback_later(TIMEOUT - 5)
+        faulthandler.dump_traceback_later(timeout - 5)
         try:
             answer = True, function(groups[size], *args)
         except BaseException:

@@ -60,13 +60,54 @@ struct Maps {
 // Position of the t-th tile: `kL2Group` token tiles run over all weight rows before the next ones.
 struct Tiles {
   int token_tiles, row_tiles;
+  int world = 1, rank = 0, span = 0;  // delivery: owners, this one, token tiles of a span
   __host__ __device__ __forceinline__ int count() const { return token_tiles * row_tiles; }
   __device__ __forceinline__ int2 at(int t) const {  // x: token tile, y: row tile
     const int per_group = kL2Group * row_tiles, group = t / per_group, rest = t - group * per_group;
     const int members = min(kL2Group, token_tiles - group * kL2Group);
-    return {group * kL2Group + rest % members, rest / members};
+    return {in_turn(group * kL2Group + rest % members), rest / members};
+  }
+  // The p-th token tile: in delivery, round by round, the peers' spans before this rank's own.
+  __device__ __forceinline__ int in_turn(int p) const {
+    if (world == 1) return p;
+    const int round = p / (world * span) * world * span;
+    p -= round;
+    for (int i = 1; i < world; ++i) {
+      const int start = round + (rank + i) % world * span, here = max(0, min(span, token_tiles - start));
+      if (p < here) return start + p;
+      p -= here;
+    }
+    return round + rank * span + p;
   }
 };
+
+// Where the rows of a token tile go in delivery.
+struct Target {
+  int owner, row, chunk;
+};
+template <class C>
+__device__ __forceinline__ Target target_of(const Delivery& delivery, const Tiles& tiles, int token_tile) {
+  const int span = token_tile / tiles.span, row = (span / tiles.world * tiles.span + token_tile % tiles.span) * C::kTokens;
+  return {span % tiles.world, row, row / static_cast<int>(delivery.chunk_rows)};
+}
+
+// One row group's part of a tile has landed in the owner's memory.
+template <class C>
+__device__ __forceinline__ void count_delivered(const Delivery& delivery, const Tiles& tiles, const Target& target) {
+  const int chunk_tiles = static_cast<int>(delivery.chunk_rows) / C::kTokens, own = target.chunk * chunk_tiles;
+  const int first = (own / tiles.span * tiles.world + target.owner) * tiles.span + own % tiles.span;
+  const uint32_t all = min(chunk_tiles, tiles.token_tiles - first) * tiles.row_tiles * C::kRowGroups;
+  uint32_t* counter = delivery.counters + target.owner * Delivery::kMaxChunks + target.chunk;
+  __threadfence_system();
+  if (atomicAdd(counter, 1) != all - 1) return;
+  *counter = 0;
+  __threadfence_system();
+  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(delivery.arrived[target.owner] + target.chunk), "r"(*delivery.epoch + 1) : "memory");
+}
+struct DeliveryMaps {
+  CUtensorMap c[Delivery::kMaxWorld];
+};
+struct Nothing {};
 
 template <int kThreads>
 __device__ __forceinline__ void barrier_sync(int id) { asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory"); }
@@ -192,9 +233,11 @@ __device__ __noinline__ bool extreme_codes(const GemmArgs& args, const ByteScale
 }
 
 // kStaged: C leaves through shared memory and TMA, else by direct stores.
-template <class C, bool kStaged>
+template <class C, bool kStaged, bool kDeliver = false>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    gemm(const __grid_constant__ Maps maps, const __grid_constant__ GemmArgs args, const __grid_constant__ ByteScales scales, const Tiles tiles) {
+    gemm(const __grid_constant__ Maps maps, const __grid_constant__ GemmArgs args, const __grid_constant__ ByteScales scales, const Tiles tiles,
+         const __grid_constant__ std::conditional_t<kDeliver, Delivery, Nothing> delivery,
+         const __grid_constant__ std::conditional_t<kDeliver, DeliveryMaps, Nothing> delivery_maps) {
   extern __shared__ uint8_t smem[];
   const uint32_t base = (smem_address(smem) + C::kAlign - 1) / C::kAlign * C::kAlign;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
@@ -275,6 +318,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     decode_stage(codes, a0);
   }
 
+  [[maybe_unused]] Target delivered = {-1, 0, 0};  // on its way: its stores are waited for in the next tile's epilogue
   for (int t = blockIdx.x; t < tiles.count(); t += gridDim.x) {
     int2 tile = {};
     uint32_t suspect = 0;  // bits 0, 1: row g, g + 8 holds a NaN code; bit 2: a scale that bf16 does not have
@@ -367,7 +411,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     } else {
       const bool half = args.out_type == Float::f16;
       const uint32_t staged = base + C::kStoreOffset + row_group * kGroupRows * C::kTokens * 2;
-      if (leader) tma_store_wait_read();
+      if (leader) {
+        if constexpr (kDeliver) {
+          tma_store_wait();
+          if (delivered.owner >= 0) count_delivered<C>(delivery, tiles, delivered);
+          delivered = target_of<C>(delivery, tiles, tile.x);
+        } else {
+          tma_store_wait_read();
+        }
+      }
       barrier_sync<128>(barrier_id);
 #pragma unroll
       for (int j = 0; j < C::kTokens / 16; ++j) {  // 16 tokens: four 8x8 matrices (rows 0-7, 8-15) x (tokens 0-7, 8-15), stored transposed
@@ -380,7 +432,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       fence_async_shared();
       any_nan = barrier_or(barrier_id, any_nan);
       if (leader) {
-        tma_store(&maps.c, staged, static_cast<int>(n0), static_cast<int>(m0));
+        if constexpr (kDeliver) {
+          tma_store(&delivery_maps.c[delivered.owner], staged, static_cast<int>(n0), delivered.row);
+        } else {
+          tma_store(&maps.c, staged, static_cast<int>(n0), static_cast<int>(m0));
+        }
         tma_store_commit();
       }
     }
@@ -390,11 +446,24 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       barrier_sync<128>(barrier_id);
       for (int i = thread % 128; i < kGroupRows * C::kTokens; i += 128) {
         const int64_t n = n0 + i % kGroupRows, m = m0 + i / kGroupRows;
-        if (m < args.m && n < args.n && stored_is_nan(args, m, n)) store_c(args, m, n, exact_element(args, scales, m, n));
+        if constexpr (kDeliver) {
+          const Target target = target_of<C>(delivery, tiles, tile.x);
+          GemmArgs there = args;
+          there.out = static_cast<__nv_bfloat16*>(delivery.out[target.owner]) + (target.row - m0) * args.n;
+          if (m < args.m && n < args.n && stored_is_nan(there, m, n)) store_c(there, m, n, exact_element(args, scales, m, n));
+        } else {
+          if (m < args.m && n < args.n && stored_is_nan(args, m, n)) store_c(args, m, n, exact_element(args, scales, m, n));
+        }
       }
+      if constexpr (kDeliver) barrier_sync<128>(barrier_id);  // before the leader counts the tile
     }
   }
-  if (threadIdx.x % 128 == 0 && k_group == 0) tma_store_wait();
+  if (threadIdx.x % 128 == 0 && k_group == 0) {
+    tma_store_wait();
+    if constexpr (kDeliver) {
+      if (delivered.owner >= 0) count_delivered<C>(delivery, tiles, delivered);
+    }
+  }
 }
 
 // ---- launch ----
@@ -421,7 +490,28 @@ cudaError_t launch(const GemmArgs& args, void* workspace, cudaStream_t stream) {
   int ctas = 0;
   if (const cudaError_t error = processors(&ctas); error != cudaSuccess) return error;
   if (const cudaError_t error = launch_expand(args, static_cast<uint4*>(workspace), stream); error != cudaSuccess) return error;
-  return launch_overlapped(gemm<C, kStaged>, std::min(ctas, tiles.count()), C::kThreads, C::kSmem, stream, maps, args, ByteScales(args), tiles);
+  return launch_overlapped(gemm<C, kStaged>, std::min(ctas - args.reserved_processors, tiles.count()), C::kThreads, C::kSmem, stream, maps, args, ByteScales(args), tiles, Nothing{},
+                           Nothing{});
+}
+
+template <class C>
+cudaError_t launch_delivered(const GemmArgs& args, const Delivery& delivery, void* workspace, cudaStream_t stream) {
+  const int64_t columns = padded_k(args.k), rounds = (args.m + delivery.world * delivery.span_rows - 1) / (delivery.world * delivery.span_rows);
+  Maps maps;
+  DeliveryMaps delivery_maps;
+  bool ok = make_tensor_map(&maps.x, workspace, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, args.m, columns, C::kTokens, kStageK, CU_TENSOR_MAP_SWIZZLE_128B);
+  ok &= make_tensor_map(&maps.w, args.b, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, args.n, args.k, C::kRows, kStageK, CU_TENSOR_MAP_SWIZZLE_NONE);
+  for (int owner = 0; owner < delivery.world; ++owner)
+    ok &= make_tensor_map(&delivery_maps.c[owner], delivery.out[owner], CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, rounds * delivery.span_rows, args.n, C::kTokens, 64,
+                          CU_TENSOR_MAP_SWIZZLE_128B);
+  if (!ok) return cudaErrorInvalidValue;
+  const Tiles tiles = {static_cast<int>((args.m + C::kTokens - 1) / C::kTokens), static_cast<int>((args.n + C::kRows - 1) / C::kRows), delivery.world, delivery.rank,
+                       static_cast<int>(delivery.span_rows / C::kTokens)};
+  int ctas = 0;
+  if (const cudaError_t error = processors(&ctas); error != cudaSuccess) return error;
+  if (const cudaError_t error = launch_expand(args, static_cast<uint4*>(workspace), stream); error != cudaSuccess) return error;
+  return launch_overlapped(gemm<C, true, true>, std::min(ctas - args.reserved_processors, tiles.count()), C::kThreads, C::kSmem, stream, maps, args, ByteScales(args), tiles,
+                           delivery, delivery_maps);
 }
 
 template <class C>
@@ -465,6 +555,10 @@ cudaError_t launch_gemm(const GemmArgs& args, GemmTile tile, void* workspace, cu
     case GemmTile::rows128_tokens192: return launch_store<Config<192, 2, 1>>(args, workspace, stream);
     default: return launch_store<Config<256, 2, 1>>(args, workspace, stream);
   }
+}
+
+cudaError_t launch_gemm(const GemmArgs& args, const Delivery& delivery, void* workspace, cudaStream_t stream) {
+  return launch_delivered<Config<256, 2, 1>>(args, delivery, workspace, stream);
 }
 
 }  // namespace mori::mxfp8

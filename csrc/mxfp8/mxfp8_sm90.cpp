@@ -3,6 +3,7 @@
 
 #include "../common/cuda.h"
 #include "../common/route.h"
+#include "gemm_sm90.h"
 #include "mxfp8_ops.h"
 
 namespace mori::mxfp8 {
@@ -45,6 +46,30 @@ cudaError_t launch_mx(const GemmArgs& args, const Tensor& like, cudaStream_t str
   const Tensor workspace = torch::stable::new_empty(like, Sizes{gemm_workspace_bytes(args.m, args.k)}, ScalarType::Byte);
   return launch_gemm(args, gemm_tile(args.m, args.n), workspace.mutable_data_ptr(), stream);
 }
+
+}  // namespace
+
+void launch_scaled(GemmArgs args, Quant quant, const Tensor& like, cudaStream_t stream) {
+  args.packed = quant == Quant::mxfp8;
+  switch (quant) {
+    case Quant::mxfp8:
+    case Quant::mxfp8_raw: return cuda::check_launch("mxfp8", launch_mx(args, like, stream));
+    case Quant::ptpc: return cuda::check_launch("scaled_gemm", launch_simple_fp32_scales(args, Fp32Scales::ptpc, stream));
+    case Quant::blockscale: return cuda::check_launch("scaled_gemm", launch_simple_fp32_scales(args, Fp32Scales::blockscale, stream));
+  }
+}
+
+bool delivery_fits(const GemmArgs& args, Quant quant) {
+  return (quant == Quant::mxfp8 || quant == Quant::mxfp8_raw) && gemm_fits(args) && args.out_type == Float::bf16 && args.n % 8 == 0;
+}
+
+void launch_delivery(GemmArgs args, Quant quant, const Delivery& delivery, const Tensor& like, cudaStream_t stream) {
+  args.packed = quant == Quant::mxfp8;
+  const Tensor workspace = torch::stable::new_empty(like, Sizes{gemm_workspace_bytes(args.m, args.k)}, ScalarType::Byte);
+  cuda::check_launch("gemm_ar", launch_gemm(args, delivery, workspace.mutable_data_ptr(), stream));
+}
+
+namespace {
 
 struct Cuda {
   static void quantize(const Tensor& x, Rounding rounding, const Tensor& codes, const Tensor& scale) { quantize(x, rounding, false, codes, scale); }
@@ -94,14 +119,8 @@ struct Cuda {
     if (out.numel() == 0) return;
     const Tensor codes_a = dense(a), codes_b = dense(b), scale_a = dense(a_scale), scale_b = dense(b_scale), bias_row = bias ? dense(*bias) : out;
     GemmArgs args = gemm_args(shape, bytes(codes_a), bytes(codes_b), scale_a.const_data_ptr(), scale_b.const_data_ptr(), bias ? &bias_row : nullptr, out);
-    args.packed = quant == Quant::mxfp8;
     const cuda::Launch launch(a);
-    switch (quant) {
-      case Quant::mxfp8:
-      case Quant::mxfp8_raw: return cuda::check_launch("mxfp8", launch_mx(args, a, launch.stream()));
-      case Quant::ptpc: return cuda::check_launch("scaled_gemm", launch_simple_fp32_scales(args, Fp32Scales::ptpc, launch.stream()));
-      case Quant::blockscale: return cuda::check_launch("scaled_gemm", launch_simple_fp32_scales(args, Fp32Scales::blockscale, launch.stream()));
-    }
+    launch_scaled(args, quant, a, launch.stream());
   }
 
   static void linear(const GemmShape& shape, const Tensor& x, const Tensor& b, const Tensor& b_scale, const Bias& bias, Rounding rounding, const Tensor& out) {

@@ -37,7 +37,21 @@ struct GemmArgs {
   const void* x = nullptr;  // [m, k] of x_type
   Float x_type = Float::f32;
   bool rceil = true;
+  int reserved_processors = 0;  // multiprocessors that the tensor-core kernel leaves to kernels beside it
 };
+
+// gemm_ar: C by spans of rows that are dealt out to `world` owners in turn, each into that owner's memory. The peers' spans of a
+// round come first. Whoever completes a chunk of an owner's rows sets the owner's flag for it to *epoch + 1, at system scope.
+struct Delivery {
+  static constexpr int kMaxWorld = 16, kMaxChunks = 64;
+  int world, rank;
+  int64_t span_rows, chunk_rows;    // multiples of kDeliveryRows
+  void* out[kMaxWorld];             // [rounds * span_rows, n] bf16
+  uint32_t* arrived[kMaxWorld];     // flags, [chunk]
+  uint32_t* counters;               // [world, kMaxChunks], zero before and after
+  const uint32_t* epoch;
+};
+constexpr int kDeliveryRows = 256;
 
 enum class Fp32Scales : int { ptpc, blockscale };
 
@@ -57,5 +71,7 @@ GemmTile gemm_tile(int64_t m, int64_t n);  // the fastest
 bool gemm_fits(const GemmArgs& args);
 int64_t gemm_workspace_bytes(int64_t m, int64_t k);
 cudaError_t launch_gemm(const GemmArgs& args, GemmTile tile, void* workspace, cudaStream_t stream);
+// The same with C delivered (args.out is not used): bf16, n a multiple of 8, no bias, at least one full round of spans.
+cudaError_t launch_gemm(const GemmArgs& args, const Delivery& delivery, void* workspace, cudaStream_t stream);
 
 }  // namespace mori::mxfp8

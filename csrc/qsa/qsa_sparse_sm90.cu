@@ -316,7 +316,7 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
   for (int done = 0; done < count; ++done) {
     float score[8], p[8];
     scores(w, score);
-    // The products of the whole warpgroup are complete: K and Q are free.
+    __syncwarp();  // the lanes have read the scales; the products of the whole warpgroup are complete: K and Q are free
     const uint32_t next_valid = __ballot_sync(~0u, id >= 0);
     const bool complete = next.round == 0, last = done + 1 == count, item_ends = complete || last;
     const Heads next_heads = complete && !last ? heads_of(next) : heads;

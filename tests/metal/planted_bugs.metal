@@ -11,7 +11,8 @@ using namespace metal;
 // ---- barriers ----
 
 template <bool BUG>
-[[kernel]] void threadgroup_barrier_missing(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]],
+[[kernel]] void threadgroup_barrier_missing(device const float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                                            uint i [[thread_position_in_grid]],
                                             uint t [[thread_index_in_threadgroup]]) {
   threadgroup float tile[128];
   tile[t] = x[i];
@@ -58,7 +59,8 @@ template <bool BUG>
 }
 
 template <bool BUG>
-[[kernel]] void simdgroup_barrier_missing(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]],
+[[kernel]] void simdgroup_barrier_missing(device const float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                                          uint i [[thread_position_in_grid]],
                                           uint t [[thread_index_in_threadgroup]]) {
   threadgroup float tile[128];
   tile[t] = x[i];
@@ -68,7 +70,8 @@ template <bool BUG>
 
 // A simdgroup barrier orders nothing between simdgroups.
 template <bool BUG>
-[[kernel]] void barrier_of_the_wrong_scope(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]],
+[[kernel]] void barrier_of_the_wrong_scope(device const float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                                           uint i [[thread_position_in_grid]],
                                            uint t [[thread_index_in_threadgroup]]) {
   threadgroup float tile[128];
   tile[t] = x[i];
@@ -106,7 +109,8 @@ template <bool BUG>
 
 // Through a buffer, lanes of a threadgroup meet at a barrier for device memory.
 template <bool BUG>
-[[kernel]] void barrier_of_the_wrong_memory(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]]) {
+[[kernel]] void barrier_of_the_wrong_memory(device const float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                                            uint i [[thread_position_in_grid]]) {
   y[i] = x[i];
   threadgroup_barrier(BUG ? mem_flags::mem_threadgroup : mem_flags::mem_device);
   const float other = y[i ^ 64];
@@ -126,7 +130,8 @@ template <bool BUG>
 }
 
 template <bool BUG>
-[[kernel]] void barrier_after_a_return(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]],
+[[kernel]] void barrier_after_a_return(device const float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                                       uint i [[thread_position_in_grid]],
                                        uint t [[thread_index_in_threadgroup]]) {
   threadgroup float tile[128];
   if (BUG && t >= 96) return;
@@ -136,7 +141,8 @@ template <bool BUG>
 }
 
 template <bool BUG>
-[[kernel]] void barriers_at_two_places(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]],
+[[kernel]] void barriers_at_two_places(device const float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                                       uint i [[thread_position_in_grid]],
                                        uint t [[thread_index_in_threadgroup]]) {
   if (BUG && t < 64) {
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -147,7 +153,8 @@ template <bool BUG>
 }
 
 template <bool BUG>
-[[kernel]] void simd_sum_of_some_lanes(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]],
+[[kernel]] void simd_sum_of_some_lanes(device const float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                                       uint i [[thread_position_in_grid]],
                                        uint lane [[thread_index_in_simdgroup]]) {
   float sum = 0.0f;
   if (!BUG || lane < 16) sum = simd_sum(x[i]);
@@ -169,7 +176,8 @@ template <bool BUG>
 }
 
 template <bool BUG>
-[[kernel]] void matrix_product_in_a_branch(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]],
+[[kernel]] void matrix_product_in_a_branch(device const float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                                           uint i [[thread_position_in_grid]],
                                            uint lane [[thread_index_in_simdgroup]]) {
   simdgroup_float8x8 a = make_filled_simdgroup_matrix<float, 8, 8>(x[0]), sum = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   if (!BUG || lane < 8) simdgroup_multiply_accumulate(sum, a, a, sum);
@@ -196,17 +204,20 @@ template <bool BUG>
 }
 
 template <bool BUG>
-[[kernel]] void read_behind_a_buffer(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]]) {
+[[kernel]] void read_behind_a_buffer(device const float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                                     uint i [[thread_position_in_grid]]) {
   y[i] = x[BUG ? i + 1 : i];
 }
 
 template <bool BUG>
-[[kernel]] void read_before_a_buffer(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]]) {
+[[kernel]] void read_before_a_buffer(device const float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                                     uint i [[thread_position_in_grid]]) {
   y[i] = x[BUG ? int(i) - 1 : int(i)];
 }
 
 template <bool BUG>
-[[kernel]] void write_behind_a_buffer(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]]) {
+[[kernel]] void write_behind_a_buffer(device const float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                                      uint i [[thread_position_in_grid]]) {
   y[BUG ? i + 1 : i] = x[i];
 }
 
@@ -250,7 +261,8 @@ template <bool BUG>
 
 // Q8_0 blocks lie on even addresses: their bytes are no char4.
 template <bool BUG>
-[[kernel]] void vector_load_misaligned(device const char* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]]) {
+[[kernel]] void vector_load_misaligned(device const char* x [[buffer(0)]], device float* y [[buffer(1)]],
+                                       uint i [[thread_position_in_grid]]) {
   char4 four;
   if (BUG)
     four = *(device const char4*)(x + 2);
@@ -260,14 +272,16 @@ template <bool BUG>
 }
 
 template <bool BUG>
-[[kernel]] void local_array_overflow(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]]) {
+[[kernel]] void local_array_overflow(device const float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                                     uint i [[thread_position_in_grid]]) {
   float values[4];
   for (uint j = 0; j < 4; ++j) values[j] = x[j];
   y[i] = values[BUG ? i % 8 : i % 4];
 }
 
 template <bool BUG>
-[[kernel]] void local_variable_uninitialised(device const float* x [[buffer(0)]], device float* y [[buffer(1)]], uint i [[thread_position_in_grid]]) {
+[[kernel]] void local_variable_uninitialised(device const float* x [[buffer(0)]], device float* y [[buffer(1)]],
+                                             uint i [[thread_position_in_grid]]) {
   float sum;
   if (!BUG) sum = 0.0f;
   y[i] = sum + x[i];

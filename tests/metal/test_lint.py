@@ -26,7 +26,10 @@ RULES = {
     "goto": ("void f() { goto end; end: return; }", "void f() { return; }"),
     "thread_local": ("void f() { thread_local int x = 0; }", "void f() { thread int x = 0; }"),
     "no standard library": ('void f() { printf("x"); }', "void f() { }"),
-    "std: there is no C\\+\\+ standard library": ("float f(float x) { return std::sqrt(x); }", "float f(float x) { return metal::sqrt(x); }"),
+    "std: there is no C\\+\\+ standard library": (
+        "float f(float x) { return std::sqrt(x); }",
+        "float f(float x) { return metal::sqrt(x); }",
+    ),
     "long long": ("void f() { long long x = 0; }", "void f() { long x = 0; }"),
     "C\\+\\+20": ("template <typename T> requires true void f(T x) { }", "template <typename T> void f(T x) { }"),
     "the compiler's builtins": ("int f(int x) { return __builtin_popcount(x); }", "int f(int x) { return popcount(x); }"),
@@ -39,22 +42,46 @@ RULES = {
     "fragment is a word of the language": ("void f() { int fragment = 0; }", "void f() { int fragments = 0; }"),
     "half is a word of the language": ("void f(int a, float half) { }", "void f(half a, float b) { float c = float(half(b)); }"),
     "sampler is a word of the language": ("struct A { int sampler; };", "struct A { int samples; };"),
-    "a pointer without an address space: const float": ("float f(const float* x) { return x[0]; }", "float f(device const float* x) { return x[0]; }"),
+    "a pointer without an address space: const float": (
+        "float f(const float* x) { return x[0]; }",
+        "float f(device const float* x) { return x[0]; }",
+    ),
     "a pointer without an address space: S": ("struct S { int a; }; void f(S* s) { }", "struct S { int a; }; void f(thread S* s) { }"),
-    "a pointer without an address space: const X": ("#define X half\nvoid f(const X* x) { }", "#define X half\nvoid f(constant X* x) { int X_n = 1, y = X_n * 2; }"),
+    "a pointer without an address space: const X": (
+        "#define X half\nvoid f(const X* x) { }",
+        "#define X half\nvoid f(constant X* x) { int X_n = 1, y = X_n * 2; }",
+    ),
     "a reference without an address space: T": ("template <typename T> void f(T& x) { }", "template <typename T> void f(thread T& x) { }"),
-    "a reference without an address space: auto": ("void f(thread int* p) { auto& x = p[0]; }", "void f(thread int* p) { thread auto& x = p[0]; }"),
-    "variable at program scope": ("constexpr int N = 4;", "constant constexpr int N = 4; typedef int T; int f(int x) { constexpr int M = 3; return M; }"),
+    "a reference without an address space: auto": (
+        "void f(thread int* p) { auto& x = p[0]; }",
+        "void f(thread int* p) { thread auto& x = p[0]; }",
+    ),
+    "variable at program scope": (
+        "constexpr int N = 4;",
+        "constant constexpr int N = 4; typedef int T; int f(int x) { constexpr int M = 3; return M; }",
+    ),
     "a variable at program scope .*: const float TABLE": ("const float TABLE[2] = {1, 2};", "constant float TABLE[2] = {1, 2};"),
-    "static variable": ("void f() { static int n = 0; }", "struct A { static constexpr constant int n = 0; static int f(int x) { return x; } };"),
+    "static variable": (
+        "void f() { static int n = 0; }",
+        "struct A { static constexpr constant int n = 0; static int f(int x) { return x; } };",
+    ),
     "derived classes": ("struct A { }; struct B : A { };", "struct A { }; struct B { A a; }; enum class E : int { e };"),
     "lambdas need Metal 3.2": ("void f() { auto g = [](int x) { return x; }; }", "void f() { int a[2] = {1, 2}; int b = a[1]; }"),
     "f calls itself": ("int f(int x) { return x ? f(x - 1) : 0; }", "int f(int x) { return x; } int f(int2 v) { return f(v.x); }"),
-    "g calls itself": ("int f(int x); int g(int x) { return f(x); } int f(int x) { return g(x); }", "int f(int x) { return x; } int g(int x) { return f(x); }"),
+    "g calls itself": (
+        "int f(int x); int g(int x) { return f(x); } int f(int x) { return g(x); }",
+        "int f(int x) { return x; } int g(int x) { return f(x); }",
+    ),
     "a kernel returns void": ("kernel int k(device int* x) { return 0; }", "kernel void k(device int* x) { }"),
     "a buffer is in device": ("kernel void k(thread int* x) { }", "kernel void k(device int* x, constant int& n) { }"),
-    "a parameter is a buffer or has an attribute": ("kernel void k(int n) { }", "kernel void k(constant int& n, uint i [[thread_position_in_grid]]) { }"),
-    "kernels cannot be overloaded": ("kernel void k(device int* x) { } kernel void k(device float* x) { }", "kernel void k(device int* x) { } kernel void l(device int* x) { }"),
+    "a parameter is a buffer or has an attribute": (
+        "kernel void k(int n) { }",
+        "kernel void k(constant int& n, uint i [[thread_position_in_grid]]) { }",
+    ),
+    "kernels cannot be overloaded": (
+        "kernel void k(device int* x) { } kernel void k(device float* x) { }",
+        "kernel void k(device int* x) { } kernel void l(device int* x) { }",
+    ),
     "buffer index 31 is beyond 30": ("kernel void k(device int* x [[buffer(31)]]) { }", "kernel void k(device int* x [[buffer(30)]]) { }"),
     "buffer index 2 is used twice": (
         "kernel void k(device int* x [[buffer(2)]], device int* y [[buffer(2)]]) { }",
@@ -64,8 +91,14 @@ RULES = {
         f"kernel void k({', '.join(f'device int* x{i}' for i in range(LIMIT + 1))}) {{ }}",
         f"kernel void k({', '.join(f'device int* x{i}' for i in range(LIMIT))}) {{ }}",
     ),
-    "is a scalar, ushort or uint": ("kernel void k(uint2 i [[thread_index_in_simdgroup]]) { }", "kernel void k(uint2 i [[thread_position_in_grid]]) { }"),
-    "cannot be set through torch.mps": ("kernel void k(threadgroup int* x [[threadgroup(0)]]) { }", "kernel void k() { threadgroup int x[2]; }"),
+    "is a scalar, ushort or uint": (
+        "kernel void k(uint2 i [[thread_index_in_simdgroup]]) { }",
+        "kernel void k(uint2 i [[thread_position_in_grid]]) { }",
+    ),
+    "cannot be set through torch.mps": (
+        "kernel void k(threadgroup int* x [[threadgroup(0)]]) { }",
+        "kernel void k() { threadgroup int x[2]; }",
+    ),
 }
 
 

@@ -10,9 +10,15 @@ struct matmul2d_descriptor {
   int m, n, k;
   bool transpose_left, transpose_right, relaxed_precision;
   mode matmul_mode;
-  constexpr matmul2d_descriptor(int m_, int n_, int k_ = int(metal::dynamic_extent), bool transpose_left_ = false, bool transpose_right_ = false,
-                                bool relaxed_precision_ = false, mode mode_ = mode::multiply)
-      : m(m_), n(n_), k(k_), transpose_left(transpose_left_), transpose_right(transpose_right_), relaxed_precision(relaxed_precision_), matmul_mode(mode_) {}
+  constexpr matmul2d_descriptor(int m_, int n_, int k_ = int(metal::dynamic_extent), bool transpose_left_ = false,
+                                bool transpose_right_ = false, bool relaxed_precision_ = false, mode mode_ = mode::multiply)
+      : m(m_),
+        n(n_),
+        k(k_),
+        transpose_left(transpose_left_),
+        transpose_right(transpose_right_),
+        relaxed_precision(relaxed_precision_),
+        matmul_mode(mode_) {}
 };
 
 }  // namespace mpp::tensor_ops
@@ -25,10 +31,11 @@ template <class T, int C, int R, int N, metal::CooperativeRole W, bool A>
 inline constexpr bool is_cooperative<metal::cooperative_tensor<T, C, R, N, W, A>> = true;
 
 // Operands of the oldest released whitelist; later ones are longer.
+template <class T>
+inline constexpr bool is_byte = is_same<T, char> || is_same<T, uchar> || is_same<T, int8_t>;
 template <class L, class R, class D>
-inline constexpr bool operands_supported =
-    (is_float<L> && is_float<R> && (is_same<D, float> || (is_same<D, L> && is_same<D, R>))) ||
-    ((is_same<L, char> || is_same<L, uchar> || is_same<L, int8_t>)&&(is_same<R, char> || is_same<R, uchar> || is_same<R, int8_t>)&&is_same<D, int>);
+inline constexpr bool operands_supported = (is_float<L> && is_float<R> && (is_same<D, float> || (is_same<D, L> && is_same<D, R>))) ||
+                                           (is_byte<L> && is_byte<R> && is_same<D, int>);
 
 constexpr bool extent_16_or_32(int e) { return e == 16 || e == 32; }
 
@@ -66,9 +73,11 @@ struct matmul2d {
 
   // Extents of the operands: columns, then rows.
   template <class T>
-  using Left = metal::cooperative_tensor<T, D.transpose_left ? D.m : kK, D.transpose_left ? kK : D.m, kThreads, metal::CooperativeRole::left, D.transpose_left>;
+  using Left = metal::cooperative_tensor<T, D.transpose_left ? D.m : kK, D.transpose_left ? kK : D.m, kThreads,
+                                         metal::CooperativeRole::left, D.transpose_left>;
   template <class T>
-  using Right = metal::cooperative_tensor<T, D.transpose_right ? kK : D.n, D.transpose_right ? D.n : kK, kThreads, metal::CooperativeRole::right, !D.transpose_right>;
+  using Right = metal::cooperative_tensor<T, D.transpose_right ? kK : D.n, D.transpose_right ? D.n : kK, kThreads,
+                                          metal::CooperativeRole::right, !D.transpose_right>;
   template <class T>
   using Destination = metal::cooperative_tensor<T, D.n, D.m, kThreads, metal::CooperativeRole::destination, false>;
 
@@ -100,7 +109,8 @@ struct matmul2d {
     check_operand<C, Destination<E>>();
     static_assert(msl::operands_supported<L, R, E>, "matmul2d: this combination of operand types is not supported");
     static_assert(!(msl::is_cooperative<A> && msl::is_cooperative<B>) ||
-                      (msl::extent_16_or_32(D.m) && msl::extent_16_or_32(D.n) && msl::extent_16_or_32(D.k) && (D.m == 32 || D.n == 32 || D.k == 32)),
+                      (msl::extent_16_or_32(D.m) && msl::extent_16_or_32(D.n) && msl::extent_16_or_32(D.k) &&
+                       (D.m == 32 || D.n == 32 || D.k == 32)),
                   "matmul2d: with both inputs cooperative m, n and k are 16 or 32, and one of them is 32");
     Frame<A, B, C> frame{&left, &right, &destination, site};
     msl::collective(site, frame, &combine<A, B, C>, Scope::simdgroups);
@@ -134,7 +144,7 @@ struct matmul2d {
   static void combine(void** frames, unsigned threads) {
     using F = Frame<A, B, C>;
     const F& first = *static_cast<F*>(frames[0]);
-    if (threads != unsigned(kThreads)) msl_runtime->fail("matmul2d: the scope is not the whole threadgroup, or a simdgroup is not full", first.site.line);
+    if (threads != unsigned(kThreads)) msl_runtime->fail("matmul2d: a simdgroup is not full", first.site.line);
     if constexpr (kDynamicK) {
       static_assert(!msl::is_cooperative<A>, "matmul2d: cooperative inputs need a static k");
       product<F>(frames, threads, D.transpose_left ? first.left->rows : first.left->columns);
@@ -161,19 +171,22 @@ struct matmul2d {
     static Product p;  // too large for the stack of a lane
     __builtin_memset(p.sum, 0, sizeof p.sum);
     if constexpr (D.matmul_mode == matmul2d_descriptor::mode::multiply_accumulate)
-      msl::read_operand(frames, threads, &F::destination, D.n, D.m, [](int column, int row, auto value) { p.sum[row][column] = float(value); });
+      msl::read_operand(frames, threads, &F::destination, D.n, D.m,
+                        [](int column, int row, auto value) { p.sum[row][column] = float(value); });
     const bool forward = msl_runtime->behaviour.product_order == msl::ProductOrder::kForward;
     const int blocks = (k + kBlock - 1) / kBlock;
     for (int block = 0; block < blocks; block++) {
       const int k0 = (forward ? block : blocks - 1 - block) * kBlock, length = k - k0 < kBlock ? k - k0 : kBlock;
-      msl::read_operand(frames, threads, &F::left, D.transpose_left ? D.m : k, D.transpose_left ? k : D.m, [=](int column, int row, auto value) {
+      auto put_left = [=](int column, int row, auto value) {
         const int i = D.transpose_left ? column : row, at = (D.transpose_left ? row : column) - k0;
         if (at >= 0 && at < length) p.a[i][at] = float(value);
-      });
-      msl::read_operand(frames, threads, &F::right, D.transpose_right ? k : D.n, D.transpose_right ? D.n : k, [=](int column, int row, auto value) {
+      };
+      auto put_right = [=](int column, int row, auto value) {
         const int j = D.transpose_right ? row : column, at = (D.transpose_right ? column : row) - k0;
         if (at >= 0 && at < length) p.b[at][j] = float(value);
-      });
+      };
+      msl::read_operand(frames, threads, &F::left, D.transpose_left ? D.m : k, D.transpose_left ? k : D.m, put_left);
+      msl::read_operand(frames, threads, &F::right, D.transpose_right ? k : D.n, D.transpose_right ? D.n : k, put_right);
       p.add(length, forward);
     }
     write(frames, threads, &F::destination, p.sum);

@@ -27,7 +27,9 @@ struct MatrixPositions {
   }
 };
 inline constexpr MatrixPositions kMatrixPositions;
-inline Position matrix_position(unsigned lane, int element) { return kMatrixPositions.at[int(msl_runtime->behaviour.matrix_layout)][lane][element]; }
+inline Position matrix_position(unsigned lane, int element) {
+  return kMatrixPositions.at[int(msl_runtime->behaviour.matrix_layout)][lane][element];
+}
 
 template <class T>
 using Matrix = metal::simdgroup_matrix<T, 8, 8>;
@@ -66,7 +68,8 @@ struct MatrixMemory {
   Site site;
 
   bool operator==(const MatrixMemory& other) const {
-    return memory == other.memory && stride == other.stride && origin.x == other.origin.x && origin.y == other.origin.y && transpose == other.transpose;
+    return memory == other.memory && stride == other.stride && origin.x == other.origin.x && origin.y == other.origin.y &&
+           transpose == other.transpose;
   }
   Pointer address(Position at) const {
     const ulong column = origin.x + (transpose ? at.row : at.column), row = origin.y + (transpose ? at.column : at.row);
@@ -79,7 +82,8 @@ inline const Memory& uniform(void** frames, unsigned lanes) {
   const Memory& first = *static_cast<Memory*>(frames[0]);
   whole_simdgroup(lanes, first.site);
   for (unsigned lane = 1; lane < lanes; lane++) {
-    if (!(*static_cast<Memory*>(frames[lane]) == first)) msl_runtime->fail("arguments differ between the lanes of a simdgroup", first.site.line);
+    if (!(*static_cast<Memory*>(frames[lane]) == first))
+      msl_runtime->fail("arguments differ between the lanes of a simdgroup", first.site.line);
   }
   return first;
 }
@@ -90,7 +94,8 @@ inline void load_matrix(MatrixMemory<T, Pointer> frame) {
   collective(frame.site, frame, [](void** frames, unsigned lanes) MSL_UNCHECKED {
     const Frame& common = uniform<Frame>(frames, lanes);
     for (unsigned lane = 0; lane < lanes; lane++) {
-      for (int e = 0; e < 2; e++) static_cast<Frame*>(frames[lane])->matrix->elements[e] = load_shared(common.address(matrix_position(lane, e)));
+      auto& elements = static_cast<Frame*>(frames[lane])->matrix->elements;
+      for (int e = 0; e < 2; e++) elements[e] = load_shared(common.address(matrix_position(lane, e)));
     }
   });
 }
@@ -100,7 +105,8 @@ inline void store_matrix(MatrixMemory<T, Pointer> frame) {
   collective(frame.site, frame, [](void** frames, unsigned lanes) MSL_UNCHECKED {
     const Frame& common = uniform<Frame>(frames, lanes);
     for (unsigned lane = 0; lane < lanes; lane++) {
-      for (int e = 0; e < 2; e++) store_shared(common.address(matrix_position(lane, e)), static_cast<Frame*>(frames[lane])->matrix->elements[e]);
+      auto& elements = static_cast<Frame*>(frames[lane])->matrix->elements;
+      for (int e = 0; e < 2; e++) store_shared(common.address(matrix_position(lane, e)), T(elements[e]));
     }
   });
 }
@@ -181,13 +187,14 @@ MSL_MATRIX_MEMORY(threadgroup)
 #undef MSL_MATRIX_MEMORY
 
 template <class D, class A, class B, class C>
-inline void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>& d, thread simdgroup_matrix<A, 8, 8>& a, thread simdgroup_matrix<B, 8, 8>& b,
-                                          thread simdgroup_matrix<C, 8, 8>& c, msl::Site site = msl::here("simdgroup_multiply_accumulate")) {
+inline void simdgroup_multiply_accumulate(thread simdgroup_matrix<D, 8, 8>& d, thread simdgroup_matrix<A, 8, 8>& a,
+                                          thread simdgroup_matrix<B, 8, 8>& b, thread simdgroup_matrix<C, 8, 8>& c,
+                                          msl::Site site = msl::here("simdgroup_multiply_accumulate")) {
   msl::multiply(msl::MatrixProduct<D, A, B, C>{&d, &a, &b, &c, site});
 }
 template <class D, class A, class B>
-inline void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, thread simdgroup_matrix<A, 8, 8>& a, thread simdgroup_matrix<B, 8, 8>& b,
-                               msl::Site site = msl::here("simdgroup_multiply")) {
+inline void simdgroup_multiply(thread simdgroup_matrix<D, 8, 8>& d, thread simdgroup_matrix<A, 8, 8>& a,
+                               thread simdgroup_matrix<B, 8, 8>& b, msl::Site site = msl::here("simdgroup_multiply")) {
   msl::multiply(msl::MatrixProduct<D, A, B, D>{&d, &a, &b, nullptr, site});
 }
 

@@ -47,7 +47,8 @@ struct tensor {
     part.rows = Rows == dynamic_extent ? rows - row : int(Rows);
     part.column_stride = column_stride;
     part.row_stride = row_stride;
-    if (column < 0 || row < 0 || column + part.columns > columns || row + part.rows > rows) msl_runtime->fail("tensor slice outside its tensor", 0);
+    if (column < 0 || row < 0 || column + part.columns > columns || row + part.rows > rows)
+      msl_runtime->fail("tensor slice outside its tensor", 0);
     return part;
   }
   auto slice(int column, int row) const { return slice<dynamic_extent, dynamic_extent>(column, row); }
@@ -68,7 +69,10 @@ struct cooperative_tensor {
   static constexpr int kElements = Columns * Rows, kPerThread = (kElements + Threads - 1) / Threads, kDead = 3;
   T slots[kPerThread + kDead];
 
-  static int thread_index() { return Threads == int(msl::kSimdWidth) ? msl_runtime->lane->index_in_simdgroup : msl_runtime->lane->index_in_threadgroup; }
+  static int thread_index() {
+    const msl::Lane& lane = *msl_runtime->lane;
+    return Threads == int(msl::kSimdWidth) ? lane.index_in_simdgroup : lane.index_in_threadgroup;
+  }
   static msl::Position from_index(int index) { return {index % Columns, index / Columns}; }
   static constexpr msl::Position kNone{-1, -1};
 

@@ -191,7 +191,8 @@ RULES = {
     "cooperative inputs need a static k": "cooperate<16, 32, static_cast<int>(dynamic_extent), half, half>()",
     "cooperative inputs need the scope of one simdgroup": "cooperate<16, 32, 32, half, half, execution_simdgroups<2>>()",
     "this combination of operand types is not supported": "cooperate<16, 32, 32, half, char>()",
-    "belongs to another operation or another operand": "mix()",
+    "the cooperative tensor was made for another operation": "mix()",
+    "made for another operation, operand or element types": "mix_types()",
     "no matching member function for call to 'run'": "temporary(memory)",
 }
 RULE_SOURCE = """
@@ -210,6 +211,14 @@ void mix() {
   auto left = op.template get_left_input_cooperative_tensor<half, half, float>();
   auto right = op.template get_right_input_cooperative_tensor<half, half, float>();
   auto sum = other.template get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
+  op.run(left, right, sum);
+}
+template <int N = 32>
+void mix_types() {
+  matmul2d<Shape(16, N, 32), execution_simdgroup> op;
+  auto left = op.template get_left_input_cooperative_tensor<bfloat, bfloat, float>();
+  auto right = op.template get_right_input_cooperative_tensor<half, half, float>();
+  auto sum = op.template get_destination_cooperative_tensor<half, half, float>();
   op.run(left, right, sum);
 }
 template <int N = 64>

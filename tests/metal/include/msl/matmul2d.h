@@ -27,8 +27,24 @@ namespace msl {
 
 template <class X>
 inline constexpr bool is_cooperative = false;
-template <class T, int C, int R, int N, metal::CooperativeRole W, bool A>
-inline constexpr bool is_cooperative<metal::cooperative_tensor<T, C, R, N, W, A>> = true;
+template <class T, int C, int R, int N, metal::CooperativeRole W, bool A, class O>
+inline constexpr bool is_cooperative<metal::cooperative_tensor<T, C, R, N, W, A, O>> = true;
+
+// The element type of an operand that is given as a tensor type, a cooperative tensor type or the element type itself.
+template <class X>
+struct operand_element {
+  using type = value_type<X>;
+};
+template <class T, class E, class K>
+struct operand_element<metal::tensor<T, E, K>> {
+  using type = value_type<T>;
+};
+template <class T, int C, int R, int N, metal::CooperativeRole W, bool A, class O>
+struct operand_element<metal::cooperative_tensor<T, C, R, N, W, A, O>> {
+  using type = T;
+};
+template <class L, class R>
+struct Operands {};
 
 // Operands of the oldest released whitelist; later ones are longer.
 template <class T>
@@ -71,42 +87,44 @@ struct matmul2d {
   static_assert(D.m % 16 == 0 || D.n % 16 == 0, "matmul2d: at least one of m and n is a multiple of 16");
   static_assert(kDynamicK || (D.k > 0 && D.k % 16 == 0), "matmul2d: k is dynamic_extent or a multiple of 16");
 
-  // Extents of the operands: columns, then rows.
-  template <class T>
-  using Left = metal::cooperative_tensor<T, D.transpose_left ? D.m : kK, D.transpose_left ? kK : D.m, kThreads,
-                                         metal::CooperativeRole::left, D.transpose_left>;
-  template <class T>
-  using Right = metal::cooperative_tensor<T, D.transpose_right ? kK : D.n, D.transpose_right ? D.n : kK, kThreads,
-                                          metal::CooperativeRole::right, !D.transpose_right>;
-  template <class T>
-  using Destination = metal::cooperative_tensor<T, D.n, D.m, kThreads, metal::CooperativeRole::destination, false>;
+  // Columns, then rows. L, R: element types of the operands.
+  template <class L, class R>
+  using Left = metal::cooperative_tensor<L, D.transpose_left ? D.m : kK, D.transpose_left ? kK : D.m, kThreads,
+                                         metal::CooperativeRole::left, D.transpose_left, msl::Operands<L, R>>;
+  template <class L, class R>
+  using Right = metal::cooperative_tensor<R, D.transpose_right ? kK : D.n, D.transpose_right ? D.n : kK, kThreads,
+                                          metal::CooperativeRole::right, !D.transpose_right, msl::Operands<L, R>>;
+  template <class L, class R, class E>
+  using Destination = metal::cooperative_tensor<E, D.n, D.m, kThreads, metal::CooperativeRole::destination, false, msl::Operands<L, R>>;
+  template <class X>
+  using Element = typename msl::operand_element<X>::type;
 
   template <class L, class R, class E, class Index = int>
-  Left<L> get_left_input_cooperative_tensor() const {
+  Left<Element<L>, Element<R>> get_left_input_cooperative_tensor() const {
     check_input_scope();
-    Left<L> tensor;
+    Left<Element<L>, Element<R>> tensor;
     return poisoned(tensor);
   }
   template <class L, class R, class E, class Index = int>
-  Right<R> get_right_input_cooperative_tensor() const {
+  Right<Element<L>, Element<R>> get_right_input_cooperative_tensor() const {
     check_input_scope();
-    Right<R> tensor;
+    Right<Element<L>, Element<R>> tensor;
     return poisoned(tensor);
   }
-  template <class LeftOperand, class RightOperand, class E, class Index = int>
-  Destination<E> get_destination_cooperative_tensor() const {
-    Destination<E> tensor;
+  template <class L, class R, class E, class Index = int>
+  Destination<Element<L>, Element<R>, E> get_destination_cooperative_tensor() const {
+    Destination<Element<L>, Element<R>, E> tensor;
     return poisoned(tensor);
   }
 
   template <class A, class B, class C>
   void run(thread A& left, thread B& right, thread C& destination, msl::Site site = msl::here("matmul2d::run")) const {
-    using L = typename A::element_type;
-    using R = typename B::element_type;
-    using E = typename C::element_type;
-    check_operand<A, Left<L>>();
-    check_operand<B, Right<R>>();
-    check_operand<C, Destination<E>>();
+    using L = Element<A>;
+    using R = Element<B>;
+    using E = Element<C>;
+    check_operand<A, Left<L, R>>();
+    check_operand<B, Right<L, R>>();
+    check_operand<C, Destination<L, R, E>>();
     static_assert(msl::operands_supported<L, R, E>, "matmul2d: this combination of operand types is not supported");
     static_assert(!(msl::is_cooperative<A> && msl::is_cooperative<B>) ||
                       (msl::extent_16_or_32(D.m) && msl::extent_16_or_32(D.n) && msl::extent_16_or_32(D.k) &&
@@ -132,7 +150,7 @@ struct matmul2d {
   template <class Operand, class Own>
   static constexpr void check_operand() {
     if constexpr (msl::is_cooperative<Operand>)
-      static_assert(msl::is_same<Operand, Own>, "matmul2d: the cooperative tensor belongs to another operation or another operand");
+      static_assert(msl::is_same<Operand, Own>, "matmul2d: the cooperative tensor was made for another operation, operand or element types");
   }
   template <class Tensor>
   static Tensor poisoned(Tensor& tensor) {

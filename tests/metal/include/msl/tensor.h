@@ -63,7 +63,8 @@ enum class CooperativeRole { left, right, destination };
 
 // Elements of a Columns x Rows matrix spread over the threads of a scope. Nothing but get_multidimensional_index tells which:
 // the emulator has several layouts, one with slots that hold no element. `RunsAlongRows`: the axis that kBlocks keeps in runs.
-template <class T, int Columns, int Rows, int Threads, CooperativeRole Role, bool RunsAlongRows>
+// `Operands`: a type that stands for the element types of the product that it was made for.
+template <class T, int Columns, int Rows, int Threads, CooperativeRole Role, bool RunsAlongRows, class Operands>
 struct cooperative_tensor {
   using element_type = T;
   static constexpr int kElements = Columns * Rows, kPerThread = (kElements + Threads - 1) / Threads, kDead = 3;

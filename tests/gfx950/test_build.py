@@ -11,7 +11,7 @@ import pytest
 from . import rocm
 from .toolchain import missing
 
-pytestmark = pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 ROOT = Path(__file__).parents[2]
 CALLS = """

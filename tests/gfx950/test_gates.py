@@ -7,7 +7,7 @@ from .assembly import Kernel
 from .interpreter import knows
 from .toolchain import missing
 
-pytestmark = pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 FILES = [
     ("mxfp8_gemm", "gfx950"),

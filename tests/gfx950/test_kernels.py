@@ -12,7 +12,7 @@ from . import launches, mx
 from .interpreter import SCHEDULES
 from .toolchain import missing
 
-pytestmark = pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 FP32_FLOOR = 1e-6
 FLOOR = {np.dtype(np.float32): FP32_FLOOR, np.dtype(np.uint16): 2.2e-3, np.dtype(np.float16): 4e-4}

@@ -69,3 +69,34 @@ def test_a_launch_after_another_sees_what_it_stored_without_any_fence():
         two = Launch(kernels["producer"], (1,), 128, (second, first, flags[1:], 1), after=one)
         machine.run(one, two, schedule=schedule)
         assert (second == data).all()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_ring_of_devices_sums_what_all_of_them_have(ranks):
+    kernel = compile_hip(FLAGS)["ring"]
+    for schedule in schedules():
+        mine = np.random.default_rng(schedule.seed).integers(0, 1 << 20, (ranks, 64), dtype=np.uint32)
+        windows = [np.zeros((ranks - 1, 64), np.uint32) for _ in range(ranks)]
+        flags = [np.zeros(ranks - 1, np.uint32) for _ in range(ranks)]
+        sums = [np.zeros(64, np.uint32) for _ in range(ranks)]
+
+        def launch(r: int, mine=mine, windows=windows, flags=flags, sums=sums) -> Launch:
+            following = (r + 1) % ranks
+            return Launch(
+                kernel,
+                (1,),
+                64,
+                (mine[r], windows[r], flags[r], windows[following], flags[following], sums[r], ranks),
+                device=r,
+            )
+
+        Machine().run(*map(launch, range(ranks)), schedule=schedule)
+        assert all((s == mine.sum(0)).all() for s in sums)
+
+
+def test_compare_and_swap_loses_no_addition():
+    kernel = compile_hip(FLAGS)["compare_and_swap"]
+    for schedule in schedules():
+        counters = np.zeros(4, np.uint32)
+        Machine().run(Launch(kernel, (6,), 64, (counters,)), schedule=schedule)
+        np.testing.assert_array_equal(counters, 6 * np.arange(64).reshape(16, 4).sum(0))

@@ -10,7 +10,7 @@ from .assembly import Kernel
 from .interpreter import LATE, Hazard, run
 from .toolchain import compile_hip, missing
 
-pytestmark = pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 LAYOUT = Path(__file__).parent / "kernels" / "layout.hip"
 KERNELS = ["packed 256x256", "raw 256x256", "raw 256x128"]

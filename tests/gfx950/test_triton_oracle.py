@@ -7,7 +7,7 @@ from . import mx
 from .interpreter import SCHEDULES, run
 from .toolchain import TritonGemm, compile_triton, missing
 
-pytestmark = pytest.mark.skipif(missing(triton=True) is not None, reason=str(missing(triton=True)))
+pytestmark = pytest.mark.skipif(missing() is not None, reason=str(missing()))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=lambda s: f"{s.retire}-{s.order}")

@@ -9,29 +9,18 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import rocm
 from .assembly import Kernel, parse
 from .interpreter import CACHE, compiler
 
-ROOT = Path(__file__).parents[2]
-FLAGS = (
-    "-x",
-    "hip",
-    "--cuda-device-only",
-    "-nogpuinc",
-    "-nogpulib",
-    "-O3",
-    "-std=c++17",
-    "-gline-tables-only",
-    "-D__HIP_PLATFORM_AMD__",
-)
+FLAGS = "-x hip --cuda-device-only -nogpuinc -nogpulib -O3 -std=c++17 -gline-tables-only -D__HIP_PLATFORM_AMD__".split()
 
 
-def missing(*, triton: bool = False) -> str | None:
+def missing() -> str | None:
     """Why the gfx950 tests cannot run here, or None."""
-    if importlib.util.find_spec("ziglang") is None:
-        return "needs the clang of ziglang (pip install 'mori_ops[test]')"
-    if triton and importlib.util.find_spec("triton") is None:
-        return "needs triton (pip install 'mori_ops[test]')"
+    for package, what in (("ziglang", "clang"), ("triton", "HIP headers and a second compiler")):
+        if importlib.util.find_spec(package) is None:
+            return f"needs {package} ({what}): pip install 'mori_ops[test]'"
     return None if compiler() else "needs a C++ compiler"
 
 
@@ -39,16 +28,6 @@ def missing(*, triton: bool = False) -> str | None:
 def clang() -> tuple[str, ...]:
     """The pinned compiler: other clang versions schedule and wait differently."""
     return (sys.executable, "-m", "ziglang", "clang")
-
-
-@functools.cache
-def includes() -> tuple[str, ...]:
-    """The compiler's own headers (ziglang) and HIP's (in the triton wheel)."""
-    headers = Path(importlib.util.find_spec("ziglang").origin).parent / "lib" / "include"
-    found = ("-isystem", str(headers))
-    if spec := importlib.util.find_spec("triton"):
-        found += ("-isystem", str(Path(spec.origin).parent / "backends" / "amd" / "include"))
-    return found
 
 
 @functools.cache
@@ -65,27 +44,14 @@ def _clang(arguments: list[str], text: str) -> str:
     return done.stdout
 
 
-def compile_hip(
-    source: str | Path,
-    *,
-    defines: dict[str, object] | None = None,
-    append: str = "",
-    arch: str = "gfx950",
-    flags: tuple[str, ...] = (),
-) -> dict[str, Kernel]:
-    """Kernels of a .hip file by symbol. `append` is put after the file: explicit instantiations of templates, for instance."""
+def compile_hip(source: str | Path, *, defines: dict[str, object] | None = None, arch: str = "gfx950") -> dict[str, Kernel]:
+    """Kernels of a .hip file by symbol."""
     source = Path(source)
-    options = [
-        *FLAGS,
-        f"--offload-arch={arch}",
-        *includes(),
-        *flags,
-        f"-I{source.parent}",
-        *(f"-D{k}={v}" for k, v in (defines or {}).items()),
-    ]
-    text = f'#line 1 "{source}"\n{source.read_text()}\n{append}\n'
+    includes = ["-isystem", str(rocm.resources() / "include"), "-isystem", str(rocm.headers()), f"-I{source.parent}"]
+    options = [*FLAGS, f"--offload-arch={arch}", *includes, *(f"-D{k}={v}" for k, v in (defines or {}).items())]
+    text = f'#line 1 "{source}"\n{source.read_text()}'
     expanded = _clang([*options, "-E"], text)
-    key = hashlib.sha256("\0".join((_version(), arch, *flags, expanded)).encode()).hexdigest()[:24]
+    key = hashlib.sha256("\0".join((_version(), arch, *FLAGS, expanded)).encode()).hexdigest()[:24]
     return parse(_cached(key, lambda: _clang([*options, "-S"], text)))
 
 

@@ -120,7 +120,8 @@ class Wave {
     if (mask_only || results == 2) {
       const bool to_exec = std::string_view(c.alu->name).substr(0, 6) == "v_cmpx";
       check(in.op[results - 1], 2);
-      set64(to_exec ? kExec : in.op[results - 1].index, flags);
+      set64(in.op[results - 1].index, flags);
+      if (to_exec) set64(kExec, flags);
     }
   }
 

@@ -22,9 +22,11 @@ __attribute__((device)) i32x8 operand(const unsigned char* row, int group) {
   return __builtin_shufflevector(*(const i32x4*)(row + low), *(const i32x4*)(row + high), 0, 1, 2, 3, 4, 5, 6, 7);
 }
 
-extern "C" __global__ void tile(const unsigned char* a, const unsigned char* b, const unsigned char* a_scale, const unsigned char* b_scale, float* c) {
+extern "C" __global__ void tile(const unsigned char* a, const unsigned char* b, const unsigned char* a_scale,
+                                const unsigned char* b_scale, float* c) {
   const int lane = __builtin_amdgcn_workitem_id_x(), r = lane % SIZE, group = lane / SIZE;
   const Sums zero = {};
-  const Sums sums = MFMA(operand(a + r * kK, group), operand(b + r * kK, group), zero, 0, 0, 0, a_scale[r * (kK / 32) + group], 0, b_scale[r * (kK / 32) + group]);
+  const Sums sums = MFMA(operand(a + r * kK, group), operand(b + r * kK, group), zero, 0, 0, 0, a_scale[r * (kK / 32) + group], 0,
+                         b_scale[r * (kK / 32) + group]);
   for (int q = 0; q < kSums; ++q) c[(q / 4 * 4 * kGroups + 4 * group + q % 4) * SIZE + r] = sums[q];
 }

@@ -1,4 +1,4 @@
-// C = A B^T for up to 32 tokens: the weight is streamed once, so it is bound by memory bandwidth.
+// C = A B^T for up to 32 tokens (16 from K = 4096 on): the weight is streamed once, so it is bound by memory bandwidth.
 //
 // A CTA owns 64 weight rows (32 when N is small); its 8 warps take chunks of 64 along K in turn. TMA brings
 // a chunk of the weight and of the activations into a warp's own ring. The weight is requested before griddepcontrol.wait; two
@@ -30,6 +30,7 @@ constexpr int kChunk = 64;                         // bytes of a row in a stage,
 constexpr int kChunkBlocks = kChunk / kBlock;
 constexpr int kMaxStages = 8;
 constexpr int64_t kLongK = 4096;                   // from here a deep ring is worth more than an overlap with the next kernel
+constexpr int64_t kLongestK = 32768;               // the scales of more would not fit beside the ring
 constexpr int kSmSmem = 226 * 1024;
 
 template <int kRowTiles, int kTokenTiles>
@@ -287,7 +288,7 @@ constexpr int64_t kManyRows = 6400;  // from here 64 rows per CTA occupy the GPU
 
 }  // namespace
 
-bool skinny_takes(int64_t m, int64_t k) { return m <= kSkinnyTokens && k <= kSkinnyK; }
+bool skinny_takes(int64_t m, int64_t k) { return k < kLongK ? m <= 32 : m <= 16 && k <= kLongestK; }
 
 bool skinny_fits(const GemmArgs& args) { return aligned16(args.a) && aligned16(args.b); }
 

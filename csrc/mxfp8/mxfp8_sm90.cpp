@@ -18,7 +18,7 @@ bool takes(const RouteDims& d) {
 
 // The names give weight rows x tokens of a tile. Misaligned operands take fp32 FMAs instead.
 constexpr Route kRoutes[] = {
-    {"skinny", [](const RouteDims& d) { return skinny_takes(d[0], d[2]); }, "up to 32 tokens: streams the weight once, bound by memory"},
+    {"skinny", [](const RouteDims& d) { return skinny_takes(d[0], d[2]); }, "up to 32 tokens, 16 from K = 4096 on: streams the weight once, bound by memory"},
     {"64x64", takes<GemmTile::rows64_tokens64>, "bf16 wgmma on operands decoded exactly from e4m3; the tile whose waves over 132 SMs take least time"},
     {"64x128", takes<GemmTile::rows64_tokens128>, "the same"},
     {"128x128", takes<GemmTile::rows128_tokens128>, "the same"},
@@ -128,13 +128,13 @@ struct Cuda {
     const Tensor in = dense(x), weight = dense(b), weight_scale = dense(b_scale), bias_row = bias ? dense(*bias) : out;
     GemmArgs args = gemm_args(shape, nullptr, bytes(weight), nullptr, weight_scale.const_data_ptr(), bias ? &bias_row : nullptr, out);
     args.x = in.const_data_ptr(), args.x_type = float_type(in), args.rceil = rounding == Rounding::rceil;
-    if (shape.m > kSkinnyTokens && gemm_fits(args)) {
+    const bool skinny = pick_route(kRoutes, {shape.m, shape.n, shape.k}) == 0;
+    if (!skinny && gemm_fits(args)) {
       const cuda::Launch launch(x);
       return cuda::check_launch("mxfp8_linear", launch_mx(args, x, launch.stream()));
     }
     const Tensor codes = torch::stable::new_empty(x, Sizes{shape.m, shape.k}, ScalarType::Float8_e4m3fn);
     const Tensor scale = torch::stable::new_empty(x, Sizes{shape.m, shape.k / kBlock}, ScalarType::Byte);
-    const bool skinny = pick_route(kRoutes, {shape.m, shape.n, shape.k}) == 0;
     quantize(in, rounding, skinny, codes, scale);
     gemm(shape, Quant::mxfp8_raw, codes, b, scale, b_scale, bias, out);
   }

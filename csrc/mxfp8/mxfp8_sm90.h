@@ -59,8 +59,7 @@ enum class Fp32Scales : int { ptpc, blockscale };
 cudaError_t launch_simple(const GemmArgs& args, cudaStream_t stream);
 cudaError_t launch_simple_fp32_scales(const GemmArgs& args, Fp32Scales scales, cudaStream_t stream);
 
-// mxfp8_skinny_sm90.cu: few tokens; the scales of a longer K would not fit shared memory.
-constexpr int64_t kSkinnyTokens = 32, kSkinnyK = 32768;
+// mxfp8_skinny_sm90.cu: few tokens.
 bool skinny_takes(int64_t m, int64_t k);
 bool skinny_fits(const GemmArgs& args);
 cudaError_t launch_skinny(const GemmArgs& args, cudaStream_t stream);

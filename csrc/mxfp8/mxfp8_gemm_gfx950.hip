@@ -243,16 +243,17 @@ struct Gemm {
   }
 
   MORI_DEVICE void store(const Epilogue& epilogue) {
-    const int wave = wave_id();
+    const int m = wave_id() / 4 * 64, n = wave_id() % 4 * 32;
+    typename Epilogue::Bias bias[kColumnHalves];
 #pragma unroll
-    for (int columns = 0; columns < kColumnHalves; ++columns) {
-      const int n = columns * kHalf + wave % 4 * 32;
-      const auto bias = epilogue.bias(n);
+    for (int columns = 0; columns < kColumnHalves; ++columns) bias[columns] = epilogue.bias(columns * kHalf + n);
+    wait_vector<0>();
+#pragma unroll
+    for (int columns = 0; columns < kColumnHalves; ++columns)
 #pragma unroll
       for (int rows = 0; rows < 2; ++rows)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) epilogue.store(rows * kHalf + wave / 4 * 64 + i * 16, n, c[rows][columns][i], bias);
-    }
+        for (int i = 0; i < 4; ++i) epilogue.store(rows * kHalf + m + i * 16, columns * kHalf + n, c[rows][columns][i], bias[columns]);
   }
 };
 

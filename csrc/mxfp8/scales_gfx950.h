@@ -68,7 +68,10 @@ struct PackedScales {
   static constexpr int select = kIndex;
   MORI_DEVICE int b_operand(int half) const { return words.columns[half]; }
 
-  MORI_DEVICE void advance() { words = next; }
+  MORI_DEVICE void advance() {
+    if constexpr (kColumnHalves == 1) gfx950::wait_vector<6>();  // the step's tile copies; on the wide tile their wait came later
+    words = next;
+  }
 };
 
 // Raw: chunks of four steps (16 bytes of a row) through two LDS slots, chunk c + 1 requested in step 4 c: all waves have then read

@@ -63,8 +63,11 @@ def macos_version() -> tuple[int, ...]:
 
 
 def source(name: str, defined: tuple[tuple[str, Any], ...]) -> str:
-    """A Metal source as one string: definitions, then the file with its own headers in place."""
-    return "".join(f"#define {key} {value}\n" for key, value in defined) + _with_headers(SOURCES / name)
+    """A Metal source as one string: the system's headers, the definitions (which those must not see), the file with its own
+    headers in place."""
+    text = _with_headers(SOURCES / name)
+    system = re.findall(r"^#include <.*>\n", text, re.MULTILINE)
+    return "".join(system) + "".join(f"#define {key} {value}\n" for key, value in defined) + re.sub(r"^#include <.*>\n", "", text, flags=re.MULTILINE)
 
 
 def _with_headers(path: Path) -> str:

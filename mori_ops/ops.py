@@ -211,7 +211,7 @@ def qsa_flash(
         ``[T, Hq, D]`` of ``out_dtype``.
 
     Raises:
-        IndexError: an id is not below the number of cells (CPU; devices treat it as empty).
+        IndexError: an id is not below the number of cells (CPU; devices treat it as empty, ``mps`` with ``MORI_CHECK_IDS=1`` raises).
     """
     return _ops.qsa_flash(
         q, k, v, ids, k_scale=k_scale, v_scale=v_scale, gate=gate, sm_scale=sm_scale, out_dtype=out_dtype
@@ -294,8 +294,9 @@ def gr_down(
         w: uint8 ``[N, K/32 * 34]`` from :func:`q8_0_quantize`.
         norm_weight: float ``[K]``, or None for no norm.
         eps, hc: of the norm; hc divides K.
-        variant: a member of the Metal kernel family (``"4_4"``, ``"4_4_r2"``, ``"8_8"``, ``"8_8_r2"``) or ``"auto"``;
-            other devices run their own kernel for every name.
+        variant: a member of the Metal kernel family (``"4_4"``, ``"4_4_r2"``, ``"8_8"``, ``"8_8_r2"``), or ``"auto"`` or ``"auto_8"``:
+            the best one for the number of tokens among the first or the last two, whose bits are equal. Other devices run their own
+            kernel for every name.
 
     Returns:
         float32 ``[ntok, N]``.

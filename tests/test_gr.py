@@ -14,7 +14,7 @@ from tests import cases
 from tests.cases import assert_close, same_bits
 
 ops = torch.ops.mori
-VARIANTS = ("4_4", "4_4_r2", "8_8", "8_8_r2")
+VARIANTS = ("4_4", "4_4_r2", "8_8", "8_8_r2", "auto_8")
 WINDOWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 64)
 
 

@@ -1,5 +1,5 @@
 // What every Metal source here begins with. mori_ops/mps.py puts #include "..." files in place, because torch compiles a source
-// as one string, and defines the types and constants that each source's header names.
+// as one string, and defines the types and constants that each source's comment names, behind the system's headers.
 //
 // Arithmetic is IEEE: no reassociation, no contraction; a fused multiply-add is written as fma. The GPU may flush fp32
 // subnormals to zero, never fp16 ones.
@@ -17,6 +17,8 @@ inline float power_of_two(int exponent) { return as_type<float>(uint(exponent + 
 
 // The bits of |x|: they order as the magnitudes do, infinity and NaN last.
 inline uint magnitude_bits(float x) { return as_type<uint>(x) & 0x7fffffffu; }
+
+inline long least(long a, long b) { return a < b ? a : b; }
 
 inline float sum(float4 v) { return (v.x + v.y) + (v.z + v.w); }
 

@@ -66,11 +66,11 @@ template <int TOKENS>
   float sums[ROWS * TOKENS], squares[TOKENS];
   for (int i = 0; i < ROWS * TOKENS; ++i) sums[i] = 0.0f;
   for (int t = 0; t < TOKENS; ++t) squares[t] = 0.0f;
-  const long run_units = (shape.units + KS - 1) / KS, begin = run * run_units, end = min(begin + run_units, shape.units);
+  const long run_units = (shape.units + KS - 1) / KS, begin = run * run_units, end = least(begin + run_units, shape.units);
   for (long u = begin + lane; u < end; u += 32) {
     Unit unit;
     for (int r = 0; r < ROWS; ++r) {
-      device const Block* block = w + min(first_row + r, shape.rows - 1) * shape.units + u;
+      device const Block* block = w + least(first_row + r, shape.rows - 1) * shape.units + u;
       unit.d[r] = float(block->d);
       for (int j = 0; j < 8; ++j) unit.q[r][j] = block->q[j];
     }

@@ -29,9 +29,9 @@ inline Place place_of(uint3 group, constant Shape& shape, int rows) {
   place.split = group.z;
   const long tile = group.y % shape.tiles;
   place.first_head = place.kv_head * shape.group + tile * rows;
-  place.heads = int(min(long(rows), shape.group - tile * rows));
-  place.begin = min(place.split * shape.run, shape.slots);
-  place.end = min(place.begin + shape.run, shape.slots);
+  place.heads = int(least(rows, shape.group - tile * rows));
+  place.begin = least(place.split * shape.run, shape.slots);
+  place.end = least(place.begin + shape.run, shape.slots);
   return place;
 }
 

@@ -41,7 +41,7 @@ def test_the_interpreter_knows_every_instruction_of_every_kernel(file):
 @pytest.mark.parametrize("name", SHIPPED)
 def test_the_main_loop_waits_and_issues_as_the_goals_say(name):
     row, triton = report.row(name), report.row(f"Triton {name.split()[1]}")
-    assert row.waits <= 63
+    assert row.waits <= (20 if name.startswith("raw") else 63)
     assert row.waits_per_step <= (1.25 if name.startswith("raw") else 4)
     assert row.share >= triton.share
     assert row.waves_per_simd >= 2

@@ -101,11 +101,9 @@ def attributes(code: str) -> Iterator[tuple[int, str]]:
 
 
 def reserved(code: str) -> Iterator[tuple[int, str]]:
-    for m in re.finditer(r"(?P<before>[\w>*&])[\s]*(?<=[\s*&>])(?P<name>\w+)\s*(?=[=;,)\[](?!\[))", code):
-        word = re.search(r"\w+$", code[: m.end("before")])
-        if m["name"] in RESERVED and not (word and word[0] in NO_TYPES):
-            if m["before"] in "*&>" or (word and re.match(r"[A-Za-z_]", word[0])):
-                yield m.start("name"), f"{m['name']} is a word of the language and cannot be a name"
+    for m in re.finditer(r"(?:\b(?P<type>[A-Za-z_]\w*)\s+|[>*&]\s*)(?P<name>\w+)\s*(?=[=;,)\[](?!\[))", code):
+        if m["name"] in RESERVED and m["type"] not in NO_TYPES:
+            yield m.start("name"), f"{m['name']} is a word of the language and cannot be a name"
 
 
 def declared_types(text: str) -> set[str]:

@@ -60,24 +60,27 @@ struct Maps {
 // Position of the t-th tile: `kL2Group` token tiles run over all weight rows before the next ones.
 struct Tiles {
   int token_tiles, row_tiles;
-  int world = 1, rank = 0, span = 0;  // delivery: owners, this one, token tiles of a span
   __host__ __device__ __forceinline__ int count() const { return token_tiles * row_tiles; }
   __device__ __forceinline__ int2 at(int t) const {  // x: token tile, y: row tile
     const int per_group = kL2Group * row_tiles, group = t / per_group, rest = t - group * per_group;
     const int members = min(kL2Group, token_tiles - group * kL2Group);
-    return {in_turn(group * kL2Group + rest % members), rest / members};
+    return {group * kL2Group + rest % members, rest / members};
   }
-  // The p-th token tile: in delivery, round by round, the peers' spans before this rank's own.
-  __device__ __forceinline__ int in_turn(int p) const {
-    if (world == 1) return p;
-    const int round = p / (world * span) * world * span;
-    p -= round;
+};
+
+// The same for delivery: token tiles round by round, the spans that go to peers before this rank's own.
+struct DeliveryTiles : Tiles {
+  int world, rank, span;  // owners, this one, token tiles of a span
+  __device__ __forceinline__ int2 at(int t) const {
+    int2 tile = Tiles::at(t);
+    const int round = tile.x / (world * span) * world * span;
+    int p = tile.x - round;
     for (int i = 1; i < world; ++i) {
       const int start = round + (rank + i) % world * span, here = max(0, min(span, token_tiles - start));
-      if (p < here) return start + p;
+      if (p < here) return {start + p, tile.y};
       p -= here;
     }
-    return round + rank * span + p;
+    return {round + rank * span + p, tile.y};
   }
 };
 
@@ -86,14 +89,14 @@ struct Target {
   int owner, row, chunk;
 };
 template <class C>
-__device__ __forceinline__ Target target_of(const Delivery& delivery, const Tiles& tiles, int token_tile) {
+__device__ __forceinline__ Target target_of(const Delivery& delivery, const DeliveryTiles& tiles, int token_tile) {
   const int span = token_tile / tiles.span, row = (span / tiles.world * tiles.span + token_tile % tiles.span) * C::kTokens;
   return {span % tiles.world, row, row / static_cast<int>(delivery.chunk_rows)};
 }
 
 // One row group's part of a tile has landed in the owner's memory.
 template <class C>
-__device__ __forceinline__ void count_delivered(const Delivery& delivery, const Tiles& tiles, const Target& target) {
+__device__ __forceinline__ void count_delivered(const Delivery& delivery, const DeliveryTiles& tiles, const Target& target) {
   const int chunk_tiles = static_cast<int>(delivery.chunk_rows) / C::kTokens, own = target.chunk * chunk_tiles;
   const int first = (own / tiles.span * tiles.world + target.owner) * tiles.span + own % tiles.span;
   const uint32_t all = min(chunk_tiles, tiles.token_tiles - first) * tiles.row_tiles * C::kRowGroups;
@@ -160,8 +163,8 @@ struct Ring {
   }
 };
 
-template <class C>
-__device__ __forceinline__ void produce_operands(const Maps& maps, const Tiles& tiles, uint32_t base, int stages) {
+template <class C, class T>
+__device__ __forceinline__ void produce_operands(const Maps& maps, const T& tiles, uint32_t base, int stages) {
   const uint32_t full = base + C::kBarrierOffset, empty = full + 8 * C::kStages;
   const auto load_weight = [&](uint32_t slot, int s, int2 tile) {
     mbarrier_arrive_expect(full + 8 * slot, C::kStageBytes);
@@ -193,8 +196,8 @@ __device__ __forceinline__ uint32_t multiplier(uint32_t scale) {
 }
 
 // A lane holds one scale of one of several consecutive stages, so that a load's latency is paid once for all of them.
-template <class C>
-__device__ __forceinline__ void produce_scales(const GemmArgs& args, const ByteScales& scales, const Tiles& tiles, uint32_t base, int stages, int lane) {
+template <class C, class T>
+__device__ __forceinline__ void produce_scales(const GemmArgs& args, const ByteScales& scales, const T& tiles, uint32_t base, int stages, int lane) {
   constexpr int kAhead = 32 / C::kStageScales;
   const uint32_t full = base + C::kBarrierOffset, empty = full + 8 * C::kStages;
   const int scale = lane % C::kStageScales, ahead = lane / C::kStageScales;
@@ -235,7 +238,8 @@ __device__ __noinline__ bool extreme_codes(const GemmArgs& args, const ByteScale
 // kStaged: C leaves through shared memory and TMA, else by direct stores.
 template <class C, bool kStaged, bool kDeliver = false>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    gemm(const __grid_constant__ Maps maps, const __grid_constant__ GemmArgs args, const __grid_constant__ ByteScales scales, const Tiles tiles,
+    gemm(const __grid_constant__ Maps maps, const __grid_constant__ GemmArgs args, const __grid_constant__ ByteScales scales,
+         const __grid_constant__ std::conditional_t<kDeliver, DeliveryTiles, Tiles> tiles,
          const __grid_constant__ std::conditional_t<kDeliver, Delivery, Nothing> delivery,
          const __grid_constant__ std::conditional_t<kDeliver, DeliveryMaps, Nothing> delivery_maps) {
   extern __shared__ uint8_t smem[];
@@ -318,7 +322,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     decode_stage(codes, a0);
   }
 
-  [[maybe_unused]] Target delivered = {-1, 0, 0};  // on its way: its stores are waited for in the next tile's epilogue
   for (int t = blockIdx.x; t < tiles.count(); t += gridDim.x) {
     int2 tile = {};
     uint32_t suspect = 0;  // bits 0, 1: row g, g + 8 holds a NaN code; bit 2: a scale that bf16 does not have
@@ -414,8 +417,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       if (leader) {
         if constexpr (kDeliver) {
           tma_store_wait();
-          if (delivered.owner >= 0) count_delivered<C>(delivery, tiles, delivered);
-          delivered = target_of<C>(delivery, tiles, tile.x);
         } else {
           tma_store_wait_read();
         }
@@ -433,11 +434,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       any_nan = barrier_or(barrier_id, any_nan);
       if (leader) {
         if constexpr (kDeliver) {
-          tma_store(&delivery_maps.c[delivered.owner], staged, static_cast<int>(n0), delivered.row);
+          const Target target = target_of<C>(delivery, tiles, tile.x);
+          tma_store(&delivery_maps.c[target.owner], staged, static_cast<int>(n0), target.row);
+          tma_store_commit();
+          // The tile before has landed since the wait above.
+          if (t != blockIdx.x) count_delivered<C>(delivery, tiles, target_of<C>(delivery, tiles, tiles.at(t - gridDim.x).x));
         } else {
           tma_store(&maps.c, staged, static_cast<int>(n0), static_cast<int>(m0));
+          tma_store_commit();
         }
-        tma_store_commit();
       }
     }
 
@@ -461,7 +466,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (threadIdx.x % 128 == 0 && k_group == 0) {
     tma_store_wait();
     if constexpr (kDeliver) {
-      if (delivered.owner >= 0) count_delivered<C>(delivery, tiles, delivered);
+      const int last = blockIdx.x + (tiles.count() - 1 - blockIdx.x) / gridDim.x * gridDim.x;
+      count_delivered<C>(delivery, tiles, target_of<C>(delivery, tiles, tiles.at(last).x));
     }
   }
 }
@@ -505,8 +511,10 @@ cudaError_t launch_delivered(const GemmArgs& args, const Delivery& delivery, voi
     ok &= make_tensor_map(&delivery_maps.c[owner], delivery.out[owner], CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, rounds * delivery.span_rows, args.n, C::kTokens, 64,
                           CU_TENSOR_MAP_SWIZZLE_128B);
   if (!ok) return cudaErrorInvalidValue;
-  const Tiles tiles = {static_cast<int>((args.m + C::kTokens - 1) / C::kTokens), static_cast<int>((args.n + C::kRows - 1) / C::kRows), delivery.world, delivery.rank,
-                       static_cast<int>(delivery.span_rows / C::kTokens)};
+  const DeliveryTiles tiles = {{static_cast<int>((args.m + C::kTokens - 1) / C::kTokens), static_cast<int>((args.n + C::kRows - 1) / C::kRows)},
+                               delivery.world,
+                               delivery.rank,
+                               static_cast<int>(delivery.span_rows / C::kTokens)};
   int ctas = 0;
   if (const cudaError_t error = processors(&ctas); error != cudaSuccess) return error;
   if (const cudaError_t error = launch_expand(args, static_cast<uint4*>(workspace), stream); error != cudaSuccess) return error;

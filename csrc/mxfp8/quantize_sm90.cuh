@@ -1,4 +1,4 @@
-// Quantising eight consecutive values of a block of 32, for the quantisers and for the GEMM that quantises its own activations.
+// Quantising runs of values of a block of 32, for the quantisers and for the GEMMs that quantise their own activations.
 // The scalars and their rounding: common/mx.h. The hardware's conversion to e4m3 rounds once to nearest even and saturates, as
 // mx::encode_e4m3 does, and dividing by the scale is a multiplication by a power of two, exact wherever the code depends on it.
 #pragma once
@@ -54,16 +54,18 @@ __device__ __forceinline__ uint32_t max_of_block(uint32_t amax) {
   return max(amax, __shfl_xor_sync(~0u, amax, 2));
 }
 
-__device__ __forceinline__ uint2 encode8(const float (&v)[kPer], uint8_t scale) {
+// Four values / 2^(scale - 127) as a word of codes.
+__device__ __forceinline__ uint32_t encode4(float4 v, uint8_t scale) {
   const float inverse = __uint_as_float(static_cast<uint32_t>(254 - scale) << 23);  // scale is at most 247 or the NaN one
-  uint32_t word[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i)
-    asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\nmov.b32 %0, {low, high};\n}\n"
-        : "=r"(word[i])
-        : "f"(v[4 * i] * inverse), "f"(v[4 * i + 1] * inverse), "f"(v[4 * i + 2] * inverse), "f"(v[4 * i + 3] * inverse));
-  constexpr uint32_t kNanCodes = mx::kNanCode * 0x01010101u;
-  return scale == mx::kNanScale ? uint2{kNanCodes, kNanCodes} : uint2{word[0], word[1]};
+  uint32_t word;
+  asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\nmov.b32 %0, {low, high};\n}\n"
+      : "=r"(word)
+      : "f"(v.x * inverse), "f"(v.y * inverse), "f"(v.z * inverse), "f"(v.w * inverse));
+  return scale == mx::kNanScale ? mx::kNanCode * 0x01010101u : word;
+}
+
+__device__ __forceinline__ uint2 encode8(const float (&v)[kPer], uint8_t scale) {
+  return {encode4({v[0], v[1], v[2], v[3]}, scale), encode4({v[4], v[5], v[6], v[7]}, scale)};
 }
 
 }  // namespace mori::mxfp8

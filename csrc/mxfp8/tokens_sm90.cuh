@@ -12,6 +12,7 @@
 #include "../common/launch_sm90.cuh"
 #include "../common/sm90.cuh"
 #include "decode_sm90.cuh"
+#include "quantize_sm90.cuh"
 #include "scales_sm90.cuh"
 
 namespace mori::mxfp8 {
@@ -57,19 +58,9 @@ __device__ __forceinline__ float4 load4(const void* x, int64_t at) {
   return {sm90::to_float(v[0]), sm90::to_float(v[1]), sm90::to_float(v[2]), sm90::to_float(v[3])};
 }
 
-__device__ __forceinline__ uint32_t amax_bits(float4 v) { return __float_as_uint(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)))); }
-__device__ __forceinline__ bool any_nan(float4 v) { return isnan(v.x) || isnan(v.y) || isnan(v.z) || isnan(v.w); }
-
-__device__ __forceinline__ uint8_t block_scale(uint32_t amax, bool rceil) { return rceil ? mx::block_scale_rceil(amax) : mx::block_scale_floor(amax); }
-
-// Four values / 2^(scale - 127) as e4m3 codes, rounded to nearest even, saturating.
-__device__ __forceinline__ uint32_t encode4(float4 v, uint32_t scale) {
-  const float inverse = __uint_as_float((254 - scale) << 23);
-  uint32_t word;
-  asm("{\n.reg .b16 low, high;\ncvt.rn.satfinite.e4m3x2.f32 low, %2, %1;\ncvt.rn.satfinite.e4m3x2.f32 high, %4, %3;\nmov.b32 %0, {low, high};\n}\n"
-      : "=r"(word)
-      : "f"(v.x * inverse), "f"(v.y * inverse), "f"(v.z * inverse), "f"(v.w * inverse));
-  return word;
+__device__ __forceinline__ uint32_t amax_bits(float4 v) {
+  const uint32_t x = __float_as_uint(v.x), y = __float_as_uint(v.y), z = __float_as_uint(v.z), w = __float_as_uint(v.w);
+  return max(max(x & mx::kMagnitudeBits, y & mx::kMagnitudeBits), max(z & mx::kMagnitudeBits, w & mx::kMagnitudeBits));
 }
 
 // Where the i-th k16 step of the tokens lies: the four steps of a group of 64 are neighbours.
@@ -104,11 +95,7 @@ __device__ __forceinline__ Step quantize_step(const GemmArgs& args, const StepAt
   }
 #pragma unroll
   for (int block = 0; block < 2; ++block) {
-    uint32_t amax = max(amax_bits(v[2 * block]), amax_bits(v[2 * block + 1]));
-    if (any_nan(v[2 * block]) || any_nan(v[2 * block + 1])) amax = mx::kNanBits;  // fmaxf drops a NaN
-    amax = max(amax, __shfl_xor_sync(~0u, amax, 1));
-    amax = max(amax, __shfl_xor_sync(~0u, amax, 2));
-    step.scale[block] = block_scale(amax, args.rceil);
+    step.scale[block] = block_scale(max_of_block(max(amax_bits(v[2 * block]), amax_bits(v[2 * block + 1]))), args.rceil);
 #pragma unroll
     for (int run = 2 * block; run < 2 * block + 2; ++run) step.word[run] = encode4(v[run], step.scale[block]);
   }
@@ -150,15 +137,15 @@ __device__ float exact_dot_quantized(const GemmArgs& args, const ByteScales& sca
     uint32_t amax = 0;
     for (int i = 0; i < 8; ++i) {
       v[i] = load4<T>(args.x, m * args.k + block * 32 + 4 * i);
-      amax = max(amax, any_nan(v[i]) ? mx::kNanBits : amax_bits(v[i]));
+      amax = max(amax, amax_bits(v[i]));
     }
-    const uint32_t sa = block_scale(amax, args.rceil), sb = scales.b_byte(n, block);
+    const uint8_t sa = block_scale(amax, args.rceil), sb = scales.b_byte(n, block);
     float sum = sa == mx::kNanScale || sb == mx::kNanScale ? __uint_as_float(mx::kNanBits) : 0.f;
     for (int i = 0; i < 8; ++i) {
       const uint32_t word = encode4(v[i], sa);
       for (int j = 0; j < 4; ++j) sum = fmaf(mx::decode_e4m3(static_cast<uint8_t>(word >> 8 * j)), mx::decode_e4m3(b[block * 32 + 4 * i + j]), sum);
     }
-    c += ldexpf(sum, static_cast<int>(sa + sb) - 254);
+    c += ldexpf(sum, sa + sb - 254);
   }
   return c;
 }

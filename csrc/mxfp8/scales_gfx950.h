@@ -1,10 +1,12 @@
-// Where the pipeline of mxfp8_gemm_gfx950.hip gets its e8m0 scales: one struct per layout of mxfp8.h, with the same interface.
+// Where pipeline_gfx950.h gets its e8m0 scales: one struct per layout of mxfp8.h, with the same interface.
 //
-//   start()             before the first tile is requested: what the first steps need
-//   ahead<kMain>(k, n)  first in step k of n: what a later step needs
-//   read_rows<half>(), read_columns<half>()   LDS reads of this step's scales
-//   a<i>(half), select<i>(), b(half)          operand, byte of it and operand of MFMA rows i
-//   advance()           after a step
+//   start()                                  before the first tile is requested: what the first steps need
+//   load_next<kMain>(k, steps)               first in step k: words of the next one
+//   copy_chunk()                             once per step of the main loop, after a barrier: a chunk that later steps need
+//   read_rows<half>(), read_columns<half>()  LDS reads of this step's scales; read_next_columns() of the next step's first half
+//   a_operand<i>(half), select<i>            operand of the MFMAs of rows 16 i .. of a half, and which byte of it
+//   b_operand(half)                          operand of its columns, byte 0
+//   advance()                                after a step
 // Lane l of a wave holds the scales of row (or column) l % 16 and of K block l / 16 of a step.
 #pragma once
 

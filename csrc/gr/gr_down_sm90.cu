@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kThreads, kMany ? 1 : 2) __cluster_dims__(kSpl
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)
 #pragma unroll
-      for (int p = 0; p < kPairs; ++p) decoded[i][p].load<kPitch>(&s.weights[warp][i * 16][p * kPairBytes], r, c);
+      for (int p = 0; p < kPairs; ++p) decoded[i][p].template load<kPitch>(&s.weights[warp][i * 16][p * kPairBytes], r, c);
   }
   wait_for_dependencies();
 
@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, kMany ? 1 : 2) __cluster_dims__(kSpl
 #pragma unroll
         for (int p = 0; p < kPairs; ++p) {
           PairRows& rows = decoded[kMany ? i : 0][kMany ? p : 0];
-          if (!kMany) rows.load<kPitch>(&s.weights[warp][i * 16][p * kPairBytes], r, c);
+          if (!kMany) rows.template load<kPitch>(&s.weights[warp][i * 16][p * kPairBytes], r, c);
           multiply_block(sum[i], rows.a[0], rows.d[0], block[2 * p]);
           multiply_block(sum[i], rows.a[1], rows.d[1], block[2 * p + 1]);
         }

@@ -49,13 +49,12 @@ int64_t sparse_workspace_bytes(const AttnArgs& args);
 cudaError_t launch_sparse(const AttnArgs& args, void* workspace, const uint8_t* status, cudaStream_t stream);
 
 // Tensor cores, int8 KV, for arguments that fit both (qsa_dense_sm90.cu): computes the blocks of dense_tokens(args) tokens whose cells are
-// 0 .. n-1. Its workspace begins with the status, bytes [blocks, kv_heads]: 0 for what it has computed, 1 for what it leaves.
+// 0 .. n-1. Writes status[block * kv_heads + kv_head]: 0 for what it has computed, 1 for what it leaves.
 constexpr int kMaxStatusBlocks = 1 << 15;
 bool dense_fits(const AttnArgs& args);
 int64_t dense_tokens(const AttnArgs& args);
 int64_t dense_blocks(const AttnArgs& args);
-int64_t dense_workspace_bytes(const AttnArgs& args);
-cudaError_t launch_dense(const AttnArgs& args, void* workspace, cudaStream_t stream);
+cudaError_t launch_dense(const AttnArgs& args, uint8_t* status, cudaStream_t stream);
 
 cudaError_t launch_kv_quantize(const void* x, Float type, int8_t* codes, void* scale, int64_t groups, cudaStream_t stream);
 

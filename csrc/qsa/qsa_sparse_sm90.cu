@@ -9,13 +9,12 @@
 // The list of (token, tile, round) is cut into equal parts, one for each CTA (two warpgroups: two tiles of a token) or, with an odd
 // number of tiles, one for each warpgroup; tokens cut between parts meet in a workspace, in order: deterministic.
 // An empty slot or an id past the cells reads nothing: its codes and scales are zeros, its probability exactly 0.
-// K of the next round is requested after Q K, V of the next round once the codes of this one are in registers, before P V. Bound by issue
-// slots (770 instructions a warp and round, 53 % of the slots) and the latency of gathers from the L2 (copies alone: 520 us at T 1984).
-// Lost: mma.sync (255 registers, stalls); biased V codes with a second product for the bias (spills, 60 % slower); V requested after P V
-// (7 % slower); masks of empty slots in every round.
+// K of the next round is requested after Q K, V of the next round once the codes of this one are in registers, before P V.
+// Bound by issue slots (810 instructions a warp and round, 53 % of the slots) and by the latency of gathers from the L2: 855 us at T 1984
+// over 30,000 cells, where copies alone take 520 (H200). Lost: mma.sync (255 registers, stalls); biased V codes with a second product
+// for the bias (spills, 60 % slower); V requested after P V (7 % slower).
 #include "../common/launch_sm90.cuh"
 #include "../common/tma_sm90.cuh"
-#include "qsa_parts_sm90.cuh"
 #include "qsa_tensor_sm90.cuh"
 #include "qsa_wgmma_sm90.cuh"
 
@@ -24,6 +23,7 @@ namespace {
 
 using namespace sm90;
 
+constexpr int kRows = 16;     // query rows of a tile
 constexpr int kCells = 64;    // slots of a round
 constexpr int kWarpCells = 16;
 constexpr int kThreads = 256; // two warpgroups
@@ -36,16 +36,29 @@ struct Layout {
   static constexpr int kBlocks = kDim > 128 ? kDim / 128 : 1;  // a cell's codes lie in blocks of 128 bytes (dim 64 leaves half empty)
   static constexpr int kTile = kCells * 128;                   // bytes of 64 cells of a block, 128-byte swizzle
   static constexpr int kScaleBytes = kGroups * 2;
-  static constexpr int kK = 0, kV = kK + kBlocks * kTile, kQ = kV + kBlocks * kTile, kQBlock = 2 * kTileRows * 128;
-  static constexpr int kP = kQ + kBlocks * kQBlock, kPGroup = kCells * kTileRows * 2;
+  static constexpr int kK = 0, kV = kK + kBlocks * kTile, kQ = kV + kBlocks * kTile, kQBlock = 2 * kRows * 128;
+  static constexpr int kP = kQ + kBlocks * kQBlock, kPGroup = kCells * kRows * 2;
   static constexpr int kKScale = kP + kGroups * kPGroup, kVScale = kKScale + kCells * kScaleBytes;
   static constexpr int kExchange = kVScale + kCells * kScaleBytes;  // floats [4 warps][16 rows] and [4 warps][4 groups]
-  static constexpr int kFactor = kExchange + 4 * kTileRows * 4 + 4 * 4 * 4;
-  static constexpr int kBytes = (kFactor + kTileRows * 4 + 1023) / 1024 * 1024;  // of a warpgroup
+  static constexpr int kFactor = kExchange + 4 * kRows * 4 + 4 * 4 * 4;
+  static constexpr int kBytes = (kFactor + kRows * 4 + 1023) / 1024 * 1024;  // of a warpgroup
 };
 static_assert(4 * Layout<256>::kBytes + 2 * 2048 <= 227 * 1024, "two CTAs of two warpgroups in a multiprocessor");
 
+struct Plan {
+  int64_t rounds;          // of an item: a token and `step` tiles of query rows
+  int pairs, step;         // items of a token; tiles that a CTA serves side by side, 1 or 2
+  int64_t units, workers;  // items * rounds, cut into parts for so many workers
+  float* sums;             // [workers * step][2][16][dim]: what a worker left of the first and of the last item of its part
+  float4* stats;           // [workers * step][2][16]: maximum, sum, score factor, token
+  // Blocks of `block` tokens that the dense kernel has not done, or null: then the units are those of the blocks left.
+  const uint8_t* status;
+  int blocks, block, status_heads;
+  int64_t* units_left;
+};
 static_assert(kMaxStatusBlocks / 8 <= Layout<128>::kGroups * Layout<128>::kPGroup, "their bits lie where P will be");
+
+__host__ __device__ inline int64_t part_begin(int64_t units, int64_t workers, int64_t worker) { return worker * units / workers; }
 
 __device__ __forceinline__ bool is_left(const Plan& plan, int block) {
   bool left = false;
@@ -137,7 +150,7 @@ struct Warpgroup {
       }
       char* target = base + L::kQ + dim / 128 * L::kQBlock + row * 128 + (((dim / 16 ^ row) & 7) << 4) + dim % 16;
       *reinterpret_cast<uint2*>(target) = make_uint2(high[0], high[1]);
-      *reinterpret_cast<uint2*>(target + kTileRows * 128) = make_uint2(low[0], low[1]);
+      *reinterpret_cast<uint2*>(target + kRows * 128) = make_uint2(low[0], low[1]);
     }
     // A q row that is not finite has no digits: its factor makes every score NaN.
     if (part == 0) reinterpret_cast<float*>(base + L::kFactor)[row] = isfinite(top) ? score_factor(args.sm_scale, exponent - 14) : __int_as_float(0x7fc00000);
@@ -227,8 +240,8 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
   char* base = shared + (-smem_address(shared) & 1023) + side * L::kBytes;  // keeps the address space: no generic loads
   const int thread = threadIdx.x % 128, lane = thread % 32;
   const Warpgroup<kDim> w = {args, base, smem_address(base), thread, warp8 % 4, lane, lane / 4, lane % 4, 1 + side};
-  const int worker = plan.step == 2 ? blockIdx.x : blockIdx.x * 2 + side;
-  int units = plan.units;
+  const int64_t worker = plan.step == 2 ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * 2 + side;
+  int64_t units = plan.units;
   uint32_t* left_bits = reinterpret_cast<uint32_t*>(base - side * L::kBytes + L::kP);
   const int words = (plan.blocks + 31) / 32;
   if (plan.status != nullptr) {  // the bits of the blocks left, their number
@@ -239,14 +252,15 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
     __syncthreads();
     int count = 0;
     for (int i = lane; i < words; i += 32) count += __popc(left_bits[i]);
-    units = __reduce_add_sync(~0u, count) * plan.block * plan.pairs * plan.rounds;
+    units = static_cast<int64_t>(__reduce_add_sync(~0u, count)) * plan.block * plan.pairs * plan.rounds;
     if (blockIdx.x == 0 && threadIdx.x == 0) *plan.units_left = units;
   }
-  if (units == 0) return;
-  const Parts parts(units, plan.most_workers);
-  const int begin = parts.begin(min(worker, parts.workers - 1)), count = parts.begin(worker + 1) - begin;
-  const int rounds = plan.rounds, group = static_cast<int>(args.q_heads / args.kv_heads);
-  const int pairs = plan.pairs, head_tiles = (group + kTileRows - 1) / kTileRows;
+  const int64_t workers = min(plan.workers, units);
+  if (workers == 0) return;
+  const int64_t begin = part_begin(units, workers, min(worker, workers - 1));
+  const int count = static_cast<int>(part_begin(units, workers, worker + 1) - begin);  // rounds of this part
+  const int rounds = static_cast<int>(plan.rounds), group = static_cast<int>(args.q_heads / args.kv_heads);
+  const int pairs = plan.pairs, head_tiles = (group + kRows - 1) / kRows;
   const uint32_t mask = opaque(0x00ff00ffu);
 
   // A place in the list of (token, tile or pair of tiles, round), and the heads it stands for.
@@ -266,18 +280,18 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
     int kv, first, rows;
   };
   const auto heads_of = [&](const Place& p) {
-    const int tile = p.pair * plan.step + (plan.step == 2 ? side : 0), in_group = tile % head_tiles * kTileRows;
-    return Heads{tile / head_tiles, tile / head_tiles * group + in_group, min(kTileRows, group - in_group)};
+    const int tile = p.pair * plan.step + (plan.step == 2 ? side : 0), in_group = tile % head_tiles * kRows;
+    return Heads{tile / head_tiles, tile / head_tiles * group + in_group, min(kRows, group - in_group)};
   };
-  const int item = begin / rounds;
-  Place now = {item / pairs, item % pairs, begin % rounds};
+  const int64_t item = begin / rounds;
+  Place now = {static_cast<int>(item / pairs), static_cast<int>(item % pairs), static_cast<int>(begin % rounds)};
   if (plan.status != nullptr) {  // from the rank among the tokens left to the token
     int rest = now.token / plan.block, word = 0;
     while (rest >= __popc(left_bits[word])) rest -= __popc(left_bits[word++]);
     now.token = (word * 32 + __fns(left_bits[word], 0, rest + 1)) * plan.block + now.token % plan.block;
     __syncthreads();
   }
-  if (worker >= parts.workers) return;
+  if (worker >= workers) return;
   Heads heads = heads_of(now);
   const auto id_at = [&](const Place& p) {  // of this lane's cell
     const int slot = p.round * kCells + w.warp * kWarpCells + w.own_cell();
@@ -319,9 +333,8 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
     __syncwarp();  // the lanes have read the scales; the products of the whole warpgroup are complete: K and Q are free
     const uint32_t next_valid = __ballot_sync(~0u, id >= 0);
     const bool complete = next.round == 0, last = done + 1 == count, item_ends = complete || last;
-    const Heads next_heads = complete && !last ? heads_of(next) : heads;
-    if (last) cp_async_commit();
-    else w.copy(L::kK, L::kKScale, args.k, args.k_scale, next_heads.kv, id, next_valid);
+    const Heads next_heads = complete ? heads_of(next) : heads;
+    w.copy(L::kK, L::kKScale, args.k, args.k_scale, next_heads.kv, id, next_valid);
     bool move = false;  // a maximum, or a group's power of two
     const auto weigh = [&] {
 #pragma unroll
@@ -371,17 +384,16 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
         }
       fence_async_shared();
     };
-    const bool first = done == item_start;
-    if (!first) store_p();
-    if (warpgroup_any(w.barrier, move || first)) {  // rare: move the maxima and the powers of two, write P again
+    store_p();
+    if (warpgroup_any(w.barrier, move)) {  // rare: move the maxima and the powers of two, write P again
       float* most = w.exchange();
-      uint32_t* most_scale = reinterpret_cast<uint32_t*>(most + 4 * kTileRows);
+      uint32_t* most_scale = reinterpret_cast<uint32_t*>(most + 4 * kRows);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int s = slot_of(i);
         float x = fmaxf(w.has(valid, w.r) ? score[s] : kLowest, w.has(valid, w.r + 8) ? score[s + 2] : kLowest);
         for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, offset));
-        if (w.r == 0) most[w.warp * kTileRows + row_of(i, w.c)] = x;
+        if (w.r == 0) most[w.warp * kRows + row_of(i, w.c)] = x;
       }
 #pragma unroll
       for (int g = 0; g < L::kGroups; ++g) {
@@ -394,7 +406,7 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float* m = most + row_of(i, w.c);
-        const float x = fmaxf(fmaxf(fmaxf(m[0], m[kTileRows]), fmaxf(m[2 * kTileRows], m[3 * kTileRows])), top[i]);
+        const float x = fmaxf(fmaxf(fmaxf(m[0], m[kRows]), fmaxf(m[2 * kRows], m[3 * kRows])), top[i]);
         shrink[i] = exp2_fast((top[i] - x) * factor[i]);
         top[i] = x;
         sum[i] *= shrink[i];
@@ -421,8 +433,7 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
     uint4 raw[L::kGroups][2];
     load_values(w, raw);
     warpgroup_sync(w.barrier);  // all have read V
-    if (last) cp_async_commit();
-    else w.copy(L::kV, L::kVScale, args.v, args.v_scale, next_heads.kv, id, next_valid);
+    w.copy(L::kV, L::kVScale, args.v, args.v_scale, next_heads.kv, id, next_valid);
     add_values(w, raw, out, mask);
 
     if (item_ends) {
@@ -431,15 +442,15 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         for (int offset = 4; offset < 32; offset *= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], offset);
-        if (w.r == 0) part[w.warp * kTileRows + row_of(i, w.c)] = sum[i];
+        if (w.r == 0) part[w.warp * kRows + row_of(i, w.c)] = sum[i];
       }
       warpgroup_sync(w.barrier);
-      const int64_t slot = (static_cast<int64_t>(worker) * plan.step + (plan.step == 2 ? side : 0)) * 2 + (item_start == 0 ? 0 : 1);
+      const int64_t slot = (worker * plan.step + (plan.step == 2 ? side : 0)) * 2 + (item_start == 0 ? 0 : 1);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int row = row_of(i, w.c), s = slot_of(i);
         if (row >= heads.rows) continue;
-        const float total = (part[row] + part[kTileRows + row]) + (part[2 * kTileRows + row] + part[3 * kTileRows + row]);
+        const float total = (part[row] + part[kRows + row]) + (part[2 * kRows + row] + part[3 * kRows + row]);
         const float inverse = total == 0.0f ? 0.0f : __frcp_rn(total);
         const int64_t head = heads.first + row;
         const char* gate = args.gate.data == nullptr || total == 0.0f ? nullptr : args.gate.data + now.token * args.gate.stride + head * args.gate.head_stride;
@@ -448,11 +459,11 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
           const int dim = g * 64 + w.warp * 16 + 2 * w.r;
           const float up = 1.0f / __half2float(__ushort_as_half(static_cast<uint16_t>(scale_down[g / 2] >> (g % 2 * 16))));
           const float x = out[g][s] * up, y = out[g][s + 2] * up;
-          if (!whole) *reinterpret_cast<float2*>(plan.sums + (slot * kTileRows + row) * kDim + dim) = make_float2(x, y);
+          if (!whole) *reinterpret_cast<float2*>(plan.sums + (slot * kRows + row) * kDim + dim) = make_float2(x, y);
           else if (now.token < args.tokens)
             store_pair(args, (static_cast<int64_t>(now.token) * args.q_heads + head) * kDim + dim, x * inverse, y * inverse, gate, dim);
         }
-        if (!whole && w.warp == 0 && w.r == 0) plan.stats[slot * kTileRows + row] = make_float4(top[i], total, factor[i], __int_as_float(now.token));
+        if (!whole && w.warp == 0 && w.r == 0) plan.stats[slot * kRows + row] = make_float4(top[i], total, factor[i], __int_as_float(now.token));
       }
       if (!last) w.store_q(next.token, next_heads.first, next_heads.rows);
       item_start = done + 1;
@@ -470,6 +481,60 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
   cp_async_wait<0>();
 }
 
+// Joins the parts of an item that was cut between workers, in order. One CTA per (boundary between workers, side, query row).
+template <int kDim>
+__global__ void __launch_bounds__(kDim / 4) merge_parts(const AttnArgs args, const Plan plan) {
+  wait_for_dependencies();
+  launch_dependents();
+  const int64_t units = plan.status == nullptr ? plan.units : __ldcg(plan.units_left), workers = min(plan.workers, units), boundary = blockIdx.x + 1;
+  if (boundary >= workers) return;
+  const int64_t start = part_begin(units, workers, boundary), item = start / plan.rounds;
+  if (start == item * plan.rounds) return;                    // nothing is cut here
+  const int64_t previous = part_begin(units, workers, boundary - 1);
+  if (previous > item * plan.rounds) return;                  // cut before as well: that boundary's CTA has it
+  const int parts = static_cast<int>(((item + 1) * plan.rounds * workers - 1) / units - boundary + 2);
+  const int side = blockIdx.y / kRows, row = blockIdx.y % kRows, column = threadIdx.x * 4, lane = threadIdx.x % 32;
+  const int group = static_cast<int>(args.q_heads / args.kv_heads), head_tiles = (group + kRows - 1) / kRows;
+  const int tile = static_cast<int>(item % plan.pairs) * plan.step + side;
+  if (row >= group - tile % head_tiles * kRows) return;
+  // Only the first worker can have begun with another item.
+  const int64_t first = (((boundary - 1) * plan.step + side) * 2 + (previous < item * plan.rounds)) * kRows + row;
+  const int64_t stride = static_cast<int64_t>(plan.step) * 2 * kRows, second = (boundary * plan.step + side) * 2 * kRows + row;
+  const auto slot = [&](int i) { return i == 0 ? first : second + (i - 1) * stride; };
+  const int64_t token = __float_as_int(__ldcg(&plan.stats[first]).w);
+  if (token >= args.tokens) return;
+
+  constexpr int kLanes = kDim / 4 < 32 ? kDim / 4 : 32;
+  constexpr uint32_t kMask = kLanes == 32 ? ~0u : (1u << kLanes) - 1;
+  float top = kLowest;
+  for (int i = lane; i < parts; i += kLanes) top = fmaxf(top, __ldcg(&plan.stats[slot(i)]).x);
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kMask, top, offset));
+  float total = 0.0f;
+  float4 sum = {};
+  for (int chunk = 0; chunk < parts; chunk += kLanes) {  // a lane per part for the weights, then every thread over the parts
+    float weight = 0.0f, share = 0.0f;
+    if (chunk + lane < parts) {
+      const float4 stat = __ldcg(&plan.stats[slot(chunk + lane)]);
+      weight = exp2_fast((stat.x - top) * stat.z);
+      share = weight * stat.y;
+    }
+    for (int offset = kLanes / 2; offset > 0; offset /= 2) share += __shfl_xor_sync(kMask, share, offset);
+    total += share;
+#pragma unroll 16
+    for (int i = 0; i < kLanes; ++i) {
+      if (chunk + i >= parts) break;
+      const float4 part = __ldcg(reinterpret_cast<const float4*>(plan.sums + slot(chunk + i) * kDim + column));
+      const float w = __shfl_sync(kMask, weight, i);
+      sum.x = fmaf(w, part.x, sum.x), sum.y = fmaf(w, part.y, sum.y), sum.z = fmaf(w, part.z, sum.z), sum.w = fmaf(w, part.w, sum.w);
+    }
+  }
+  const float inverse = total == 0.0f ? 0.0f : __frcp_rn(total);
+  const int64_t head = static_cast<int64_t>(tile / head_tiles) * group + tile % head_tiles * kRows + row, at = (token * args.q_heads + head) * kDim + column;
+  const char* gate = args.gate.data == nullptr || total == 0.0f ? nullptr : args.gate.data + token * args.gate.stride + head * args.gate.head_stride;
+  store_pair(args, at, sum.x * inverse, sum.y * inverse, gate, column);
+  store_pair(args, at + 2, sum.z * inverse, sum.w * inverse, gate, column + 2);
+}
+
 int multiprocessors() {
   int device = 0, count = 0;
   cudaGetDevice(&device);
@@ -478,17 +543,18 @@ int multiprocessors() {
 }
 
 Plan make_plan(const AttnArgs& args, void* workspace, const uint8_t* status) {
-  const int64_t group = args.q_heads / args.kv_heads, tiles = args.kv_heads * ((group + kTileRows - 1) / kTileRows);
+  const int64_t group = args.q_heads / args.kv_heads, tiles = args.kv_heads * ((group + kRows - 1) / kRows);
   Plan plan = {};
-  plan.rounds = static_cast<int>((args.slots + kCells - 1) / kCells);
+  plan.rounds = (args.slots + kCells - 1) / kCells;
   plan.step = tiles % 2 == 0 ? 2 : 1;
   plan.pairs = static_cast<int>(tiles / plan.step);
-  plan.units = static_cast<int>(args.tokens * plan.pairs * plan.rounds);
-  plan.most_workers = Parts(plan.units, 2 * multiprocessors() * (plan.step == 2 ? 1 : 2)).workers;
-  const int64_t slots = static_cast<int64_t>(plan.most_workers) * plan.step * 2 * kTileRows;
+  plan.units = args.tokens * plan.pairs * plan.rounds;
+  const int64_t most = 2 * multiprocessors() * (plan.step == 2 ? 1 : 2);
+  plan.workers = plan.units < most ? plan.units : most;
+  const int64_t slots = plan.workers * plan.step * 2 * kRows;
   plan.stats = static_cast<float4*>(workspace);
   plan.sums = reinterpret_cast<float*>(plan.stats + slots);
-  plan.units_left = reinterpret_cast<int*>(plan.sums + slots * args.dim);
+  plan.units_left = reinterpret_cast<int64_t*>(plan.sums + slots * args.dim);
   plan.status = status;
   if (status != nullptr) {
     plan.block = static_cast<int>(dense_tokens(args));
@@ -500,10 +566,13 @@ Plan make_plan(const AttnArgs& args, void* workspace, const uint8_t* status) {
 
 template <int kDim>
 cudaError_t launch(const AttnArgs& args, const Plan& plan, cudaStream_t stream) {
-  const Parts parts(plan.units, plan.most_workers);
-  const int ctas = plan.step == 2 ? parts.workers : (parts.workers + 1) / 2;
-  const cudaError_t error = launch_overlapped(sparse<kDim>, ctas, kThreads, 2 * Layout<kDim>::kBytes + 1024, stream, args, plan);
-  return error == cudaSuccess ? launch_merge_parts(args, plan, stream) : error;
+  const int64_t ctas = plan.step == 2 ? plan.workers : (plan.workers + 1) / 2;
+  const cudaError_t error =
+      launch_overlapped(sparse<kDim>, static_cast<unsigned>(ctas), kThreads, 2 * Layout<kDim>::kBytes + 1024, stream, args, plan);
+  bool cut = plan.status != nullptr;
+  for (int64_t i = 1; i < plan.workers && !cut; ++i) cut = part_begin(plan.units, plan.workers, i) % plan.rounds != 0;
+  if (error != cudaSuccess || !cut || plan.workers < 2) return error;
+  return launch_overlapped(merge_parts<kDim>, dim3(static_cast<unsigned>(plan.workers - 1), plan.step * kRows), kDim / 4, 0, stream, args, plan);
 }
 
 }  // namespace
@@ -512,14 +581,13 @@ bool sparse_fits(const AttnArgs& args) {
   constexpr int64_t kInt = int64_t{1} << 31;
   for (const DeviceRows* rows : {&args.k, &args.v, &args.k_scale, &args.v_scale})
     if (rows->stride < 0 || rows->stride >= 2 * kInt || rows->head_stride < 0 || rows->head_stride >= 2 * kInt) return false;
-  const int64_t rounds = (args.slots + kCells - 1) / kCells, tiles = args.kv_heads * ((args.q_heads / args.kv_heads + kTileRows - 1) / kTileRows);
   return args.kv_type == Kv::i8 && args.out_type != Float::f32 && args.slots > 0 && args.slots < kInt && args.cells > 0 && args.cells < kInt &&
-         args.tokens < kInt / 64 && (args.tokens + kCells) * tiles < kInt / rounds;  // the units, also of whole blocks of tokens, are ints
+         args.tokens < kInt;
 }
 
 int64_t sparse_workspace_bytes(const AttnArgs& args) {
   const Plan plan = make_plan(args, nullptr, nullptr);
-  return reinterpret_cast<intptr_t>(plan.units_left) + static_cast<int64_t>(sizeof(int));
+  return reinterpret_cast<intptr_t>(plan.units_left) + static_cast<int64_t>(sizeof(int64_t));
 }
 
 cudaError_t launch_sparse(const AttnArgs& args, void* workspace, const uint8_t* status, cudaStream_t stream) {

@@ -109,10 +109,10 @@ def test_b2_isolated_install_from_outside_git_uses_the_installed_torch(installed
     assert ("'backends': 'cpu,cuda'" in answer) == cuda_sources_can_be_compiled()
 
 
-def test_metal_sources_are_installed(installed):
+def test_metal_sources_are_installed(installed, sources):
     package = Path(sysconfig.get_path("purelib", vars={"base": str(installed.parent.parent)}), "mori_ops", "metal")
-    sources = {p.relative_to(ROOT / "csrc"): p.read_text() for p in (ROOT / "csrc").rglob("*.metal")}
-    assert sources and {p.relative_to(package): p.read_text() for p in package.rglob("*.metal")} == sources
+    shipped = {p.relative_to(sources / "csrc"): p.read_text() for p in (sources / "csrc").rglob("*.metal")}
+    assert shipped and {p.relative_to(package): p.read_text() for p in package.rglob("*.metal")} == shipped
 
 
 def test_library_uses_the_stable_abi_only(installed, tmp_path):

@@ -297,3 +297,16 @@ def test_refused_arguments_are_named_and_nothing_is_written() -> None:
     with pytest.raises(ValueError, match="qsa_merge: lse must have shape"):
         mori_ops.qsa_merge(torch.zeros(2, 3, 4, 64, device=DEVICE), torch.zeros(2, 3, 5, device=DEVICE))
     assert (out == 7).all() and (q == 0).all()
+
+
+def test_q8_offsets_beyond_2_gib_in_a_pool_with_a_huge_token_stride() -> None:
+    blocks, stride = 2066, 1_039_680
+    kv, q, ids = cache(blocks, 2, 64), queries(1, 4, 64), torch.tensor([[2065, 7, 2064, -1, 2065]])
+    pool = torch.empty(blocks * stride, dtype=torch.int8, device=DEVICE)
+    strided = moved(kv)
+    for name, offset in (("k", 0), ("v", 128)):
+        view = pool.as_strided((blocks, 2, 64), (stride, 64, 1), offset)
+        view.copy_(strided[name])
+        strided[name] = view
+    result = mori_ops.qsa_flash(q.to(DEVICE), ids=ids.to(DEVICE), out_dtype=torch.float32, **strided).cpu()
+    assert same_bits(result, flash(q, ids, **kv))

@@ -1,211 +1,229 @@
-// y[t, n] = sum_k W[n, k] * xn[t, k] for any number of tokens and a Q8_0 weight, in one launch (contract: gr.h).
+// y[t, n] = sum_k W[n, k] * xn[t, k] for up to 8 tokens and a Q8_0 weight, in one launch (contract: gr.h).
 //
 // Two kernels.
-//  cluster: tensor cores. A cluster of 8 CTAs owns 16 weight rows (32 with more than 8 tokens) and splits K; each of the 10 warps of a CTA
-//    owns two pairs of blocks (a pair is 68 bytes of a row) per pass. m16n8k16 takes 8 tokens at one price.
+//  cluster: tensor cores. A cluster of 8 CTAs owns 16 weight rows and splits K; each of the 10 warps of a CTA owns two pairs
+//    of blocks (a pair is 68 bytes of a row) per pass. m16n8k16 takes 8 tokens at one price, so 1 token costs what 8 do.
 //      A = 16 rows of codes, int8 -> fp16 exactly; B = x as hi + lo fp16 after a power of two per (token, block): 22 bits
-//      block sum * (d * 2^e) in fp32 -> warps summed in order in shared memory -> CTAs summed in order in
-//      the owner of these 8 tokens, which they reach by st.async. Every column is computed alike: a row's bits do not depend on
-//      ntok, nor on how many rows a cluster owns.
-//    More than 8 tokens: the decoded weight stays in registers while a CTA goes through up to 64 tokens, and each CTA of the
-//    cluster sums 8 of them. With the norm, a CTA also sums the squares of its K slice, which lies inside one hc group; the owner
-//    scales each group's partial by 1/rms: the norm costs no second pass over x.
-//    The weights (and the norm's) are read before griddepcontrol.wait, so they overlap the previous kernel, which must not write
-//    them. Bound by latency: 3.5 MB are 0.8 us of bandwidth, a launch 1.5-2.
+//      block sum * (d * 2^e) in fp32 -> warps summed in order in shared memory -> CTAs summed in order in the leader,
+//      which they reach by st.async. Every token's column is computed alike: a row's bits do not depend on ntok.
+//    With the norm, a CTA also sums the squares of its K slice, which lies inside one hc group; the leader scales each
+//    group's partial by 1/rms: the norm costs no second pass over x.
+//    Phases: copy weights (before griddepcontrol.wait, so they overlap the previous kernel; that kernel must not write W)
+//      -> load x, split -> products -> reduce. Bound by latency: 3.5 MB are 0.8 us of bandwidth, a launch 1.5-2.
 //  rows: one warp per weight row, any K and any alignment, one token after another; plain fp32.
-#include "gr_down_sm90.cuh"
+#include "gr_sm90.h"
 
 #include "../common/launch_sm90.cuh"
+#include "../common/sm90.cuh"
 
 namespace mori::gr {
 namespace {
 
 using namespace sm90;
 
+constexpr int kBlock = 32, kBlockBytes = 34;
 constexpr int kTokens = 8;             // columns of an MMA
+constexpr int kRows = 16;              // weight rows of a cluster
 constexpr int kSplits = 8;             // CTAs of a cluster, along K
 constexpr int kWarps = 10;             // of a CTA, along K
-constexpr int kThreads = kWarps * 32;
 constexpr int kPairs = 2;              // pairs of blocks of a warp in one pass
-constexpr int kBlocks = 2 * kPairs;
+constexpr int kPairBytes = 2 * kBlockBytes;
+constexpr int kPairK = 2 * kBlock;
 constexpr int kCopyBytes = 8;          // rows and pairs start at multiples of 8 when K is a multiple of 128
 constexpr int kChunkBytes = kPairs * kPairBytes;
 constexpr int kPitch = 160;            // of a staged row: 136 bytes, padded so that 8 rows fall into different banks
 constexpr int kPassPairs = kSplits * kWarps * kPairs;  // 160: all of K = 10240 in one pass
-static_assert(kChunkBytes % kCopyBytes == 0 && kPitch >= kChunkBytes && kPitch % 16 == 0);
 
-// Shared memory of a CTA. `part` and `squares` are written by all CTAs of the cluster, into the owner's.
-template <int kRows, int kBuffers>
+// Shared memory of a CTA. `part` and `squares` are written by all CTAs of the cluster, into the leader's.
 struct Shared {
   uint8_t weights[kWarps][kRows][kPitch];
-  float warp_sum[kBuffers][kWarps][kRows * kTokens];
-  float warp_squares[kBuffers][kWarps][kTokens];
+  float warp_sum[kWarps][kRows * kTokens];
+  float warp_squares[kWarps][kTokens];
   float part[kSplits][kRows * kTokens];
   float squares[kSplits][kTokens];
   float inverse_rms[kSplits][kTokens];
   uint64_t landed;
 };
+static_assert(sizeof(Shared) <= 48 * 1024, "static shared memory");
+static_assert(kChunkBytes % kCopyBytes == 0 && kPitch >= kChunkBytes && kPitch % 16 == 0);
 
-// x of one block for this lane's token (lane / 4), with the powers of two of tokens 2c and 2c + 1, the columns of its results.
-struct SplitBlock {
-  Split8 x;
-  float scale0, scale1;
-
-  __device__ __forceinline__ void set(const float (&v)[8], int c) {
-    const Power power = power_for(max_of_quad(amax8(v)));
-    scale0 = __shfl_sync(~0u, power.down, c * 8);
-    scale1 = __shfl_sync(~0u, power.down, c * 8 + 4);
-    x = split8(v, power.up);
-  }
-};
-
-// sum += 16 rows of a block times 8 tokens.
-__device__ __forceinline__ void multiply_block(float (&sum)[4], const uint32_t (&rows)[2][4], const float (&d)[2], const SplitBlock& block) {
-  float high[4], low[4];
-  mma_m16n8k16_fp16_first(high, rows[0], block.x.high[0][0], block.x.high[0][1]);
-  mma_m16n8k16_fp16_first(low, rows[0], block.x.low[0][0], block.x.low[0][1]);
-  mma_m16n8k16_fp16(high, rows[1], block.x.high[1][0], block.x.high[1][1]);
-  mma_m16n8k16_fp16(low, rows[1], block.x.low[1][0], block.x.low[1][1]);
+// Eight consecutive values. `p` is 16-byte aligned (K is a multiple of 128 and the tensor's base is checked).
+template <class T>
+__device__ __forceinline__ void load8(float (&out)[8], const T* p) {
+  alignas(16) T raw[8];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) sum[i] = fmaf(high[i] + low[i], d[i / 2] * (i % 2 ? block.scale1 : block.scale0), sum[i]);
+  for (int i = 0; i < static_cast<int>(sizeof(raw) / 16); ++i) reinterpret_cast<uint4*>(raw)[i] = __ldg(reinterpret_cast<const uint4*>(p) + i);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) out[i] = to_float(raw[i]);
 }
 
-template <int kRows>
-__device__ __forceinline__ void copy_weights(uint8_t (&staged)[kRows][kPitch], const DownArgs& args, int row0, int first_pair, int pairs, int lane) {
+// x of one block for this lane's token (lane / 4) and 8 of its 32 k, as the B fragments of two MMAs.
+struct SplitBlock {
+  uint32_t high[2][2], low[2][2];
+  float scale0, scale1;  // powers of two of tokens 2c and 2c + 1, the columns of this lane's results
+};
+
+__device__ __forceinline__ SplitBlock split_block(const float (&v)[8], int c) {
+  float amax = 0.f;
+#pragma unroll
+  for (float value : v) amax = fmaxf(amax, fabsf(value));
+  amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+  amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+  // The block's maximum is scaled into [2^10, 2^11): sums of 16 products stay far from fp16's end, residuals from its start.
+  const uint32_t exponent = max(__float_as_uint(amax) >> 23, 11u);
+  const float up = __uint_as_float((264u - exponent) << 23), down = __uint_as_float((exponent - 10u) << 23);
+  SplitBlock s;
+  s.scale0 = __shfl_sync(~0u, down, c * 8);
+  s.scale1 = __shfl_sync(~0u, down, c * 8 + 4);
+#pragma unroll
+  for (int j = 0; j < 2; ++j) {
+    const float a[4] = {v[4 * j] * up, v[4 * j + 2] * up, v[4 * j + 1] * up, v[4 * j + 3] * up};  // the order of int8_*_to_half2
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      s.high[j][h] = pack_half2(a[2 * h], a[2 * h + 1]);
+      const float2 kept = unpack_half2(s.high[j][h]);
+      s.low[j][h] = pack_half2(a[2 * h] - kept.x, a[2 * h + 1] - kept.y);
+    }
+  }
+  return s;
+}
+
+// The 8 codes of this lane in both blocks of a pair, for one row. Block 0 starts after 2 bytes of d, block 1 after 36.
+struct PairCodes {
+  uint32_t word[2][2];
+  float d[2];
+};
+
+__device__ __forceinline__ PairCodes load_pair(const uint8_t* row, int c) {
+  const uint32_t* a = reinterpret_cast<const uint32_t*>(row);
+  PairCodes p;
+  p.word[0][0] = __funnelshift_r(a[2 * c], a[2 * c + 1], 16);
+  p.word[0][1] = __funnelshift_r(a[2 * c + 1], a[2 * c + 2], 16);
+  p.word[1][0] = a[9 + 2 * c];
+  p.word[1][1] = a[10 + 2 * c];
+  p.d[0] = unpack_half2(a[0]).x;
+  p.d[1] = unpack_half2(a[8]).y;
+  return p;
+}
+
+__device__ __forceinline__ void copy_weights(Shared& s, const DownArgs& args, int row0, int first_pair, int pairs, int warp, int lane) {
   constexpr int kCopies = kChunkBytes / kCopyBytes;
-  const int64_t row_bytes = args.k / kBlock * kBlockBytes, column0 = static_cast<int64_t>(first_pair) * kPairBytes;
-  const int valid = max(0, min(kPairs, pairs - first_pair)) * kPairBytes;
-  const uint8_t* source = args.w + (valid ? column0 : 0);
-#pragma unroll 3
+  const int64_t row_bytes = args.k / kBlock * kBlockBytes;
   for (int i = lane; i < kRows * kCopies; i += 32) {
     const int row = i / kCopies, offset = i % kCopies * kCopyBytes;
-    cp_async<kCopyBytes>(smem_address(&staged[row][offset]), source + min(static_cast<int64_t>(row0 + row), args.n - 1) * row_bytes + (offset < valid ? offset : 0),
-                         offset < valid);
+    const int64_t source_row = min(static_cast<int64_t>(row0 + row), args.n - 1);
+    const int64_t column = static_cast<int64_t>(first_pair) * kPairBytes + offset;
+    const bool valid = column < static_cast<int64_t>(pairs) * kPairBytes;
+    cp_async<kCopyBytes>(smem_address(&s.weights[warp][row][offset]), args.w + source_row * row_bytes + (valid ? column : 0), valid);
   }
   cp_async_commit();
 }
 
-// kMany: up to 64 tokens of a single pass, with the weight decoded once.
-template <class X, class Norm, bool kNorm, int kRowTiles, bool kMany>
-__global__ void __launch_bounds__(kThreads, kMany ? 1 : 2) __cluster_dims__(kSplits, 1, 1) down_cluster(const DownArgs args) {
-  constexpr int kRows = 16 * kRowTiles, kResults = kRows * kTokens;
-  constexpr bool kOnePass = kNorm || kMany;
-  extern __shared__ __align__(16) uint8_t smem[];
-  auto& s = *reinterpret_cast<Shared<kRows, kMany ? 2 : 1>*>(smem);
+template <class X, class Norm, bool kNorm>
+__global__ void __launch_bounds__(kWarps * 32) __cluster_dims__(kSplits, 1, 1) down_cluster(const DownArgs args) {
+  __shared__ alignas(16) Shared s;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
   const int split = blockIdx.x % kSplits, row0 = blockIdx.x / kSplits * kRows;
-  const int pairs = static_cast<int>(args.k / kPairK), slice = (split * kWarps + warp) * kPairs;
-  const int64_t token0 = static_cast<int64_t>(blockIdx.y) * (kMany ? kSplits * kTokens : kTokens);
-  const int tokens = static_cast<int>(min(args.ntok - token0, static_cast<int64_t>(kMany ? kSplits * kTokens : kTokens)));
-  const int groups = (tokens + kTokens - 1) / kTokens;  // of 8 tokens, each summed by one CTA
-  const X* x = static_cast<const X*>(args.x) + token0 * args.k;
+  const int pairs = static_cast<int>(args.k / kPairK);
+  const int token0 = blockIdx.y * kTokens, tokens = min(kTokens, static_cast<int>(args.ntok) - token0);
+  const int group_pairs = (split * kWarps + warp) * kPairs;
+  const X* x = static_cast<const X*>(args.x) + static_cast<int64_t>(token0) * args.k;
 
-  launch_dependents();
-  copy_weights<kRows>(s.weights[warp], args, row0, slice, pairs, lane);
+  copy_weights(s, args, row0, group_pairs, pairs, warp, lane);
   if (threadIdx.x == 0) {
     mbarrier_init(smem_address(&s.landed), 1);
     mbarrier_arrive_expect(smem_address(&s.landed), kSplits * (sizeof(s.part[0]) + (kNorm ? sizeof(s.squares[0]) : 0)));
     mbarrier_init_fence();
   }
-  __syncwarp();
-  cluster_arrive_relaxed();
-  const Norm* norm_weight = static_cast<const Norm*>(args.norm_weight) + static_cast<int64_t>(slice) * kPairK + c * 8;
-  Values<Norm> norm[kBlocks];
+  cluster_arrive();
+  launch_dependents();
+  wait_for_dependencies();
+
+  float sum[4] = {}, squares = 0.f;
+  for (int first = 0; first < pairs; first += kPassPairs) {
+    const int pair0 = first + group_pairs;
+    if (first > 0) {
+      __syncwarp();  // the previous pass has been read
+      copy_weights(s, args, row0, pair0, pairs, warp, lane);
+    }
+    SplitBlock block[2 * kPairs];
 #pragma unroll
-  for (int b = 0; b < (kNorm && !kMany ? kBlocks : 0); ++b) norm[b].load(norm_weight + b * kBlock);
-  PairRows decoded[kMany ? kRowTiles : 1][kMany ? kPairs : 1];
-  if constexpr (kMany) {
+    for (int b = 0; b < 2 * kPairs; ++b) {
+      const int64_t k = static_cast<int64_t>(pair0) * kPairK + b * kBlock + c * 8;
+      float v[8] = {};
+      if (r < tokens && k < args.k) {
+        load8(v, x + r * args.k + k);
+        if constexpr (kNorm) {
+          float weight[8];
+          load8(weight, static_cast<const Norm*>(args.norm_weight) + k);
+#pragma unroll
+          for (int i = 0; i < 8; ++i) {
+            squares = fmaf(v[i], v[i], squares);
+            v[i] *= weight[i];
+          }
+        }
+      }
+      block[b] = split_block(v, c);
+    }
     cp_async_wait<0>();
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < kRowTiles; ++i)
+    for (int p = 0; p < kPairs; ++p) {
+      const PairCodes top = load_pair(&s.weights[warp][r][p * kPairBytes], c), bottom = load_pair(&s.weights[warp][r + 8][p * kPairBytes], c);
 #pragma unroll
-      for (int p = 0; p < kPairs; ++p) decoded[i][p].template load<kPitch>(&s.weights[warp][i * 16][p * kPairBytes], r, c);
-  }
-  wait_for_dependencies();
-
-  for (int group = 0; group < groups; ++group) {
-    float sum[kRowTiles][4] = {}, squares = 0.f;
-    for (int first = 0; first < (kOnePass ? 1 : pairs); first += kPassPairs) {
-      if (first > 0) {
-        __syncwarp();  // the previous pass has been read
-        copy_weights<kRows>(s.weights[warp], args, row0, first + slice, pairs, lane);
-      }
-      Values<X> raw[kBlocks] = {};
-      const int token = group * kTokens + r, k0 = (first + slice) * kPairK + c * 8;
+      for (int b = 0; b < 2; ++b) {
+        const SplitBlock& xs = block[2 * p + b];
+        float high[4] = {}, low[4] = {};
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b)
-        if (token < tokens && (kNorm || k0 + b * kBlock < args.k)) raw[b].load(x + token * args.k + k0 + b * kBlock);
-      SplitBlock block[kBlocks];
-#pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        if (kNorm && kMany) norm[b].load(norm_weight + b * kBlock);
-        float v[8], block_squares = 0.f;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          v[i] = raw[b][i];
-          if constexpr (kNorm) {
-            block_squares = fmaf(v[i], v[i], block_squares);
-            v[i] *= norm[b][i];
-          }
+        for (int j = 0; j < 2; ++j) {
+          const uint32_t a[4] = {int8_low_to_half2(top.word[b][j]), int8_low_to_half2(bottom.word[b][j]), int8_high_to_half2(top.word[b][j]),
+                                 int8_high_to_half2(bottom.word[b][j])};
+          mma_m16n8k16_fp16(high, a, xs.high[j][0], xs.high[j][1]);
+          mma_m16n8k16_fp16(low, a, xs.low[j][0], xs.low[j][1]);
         }
-        squares += block_squares;
-        block[b].set(v, c);
+        sum[0] = fmaf(high[0] + low[0], top.d[b] * xs.scale0, sum[0]);
+        sum[1] = fmaf(high[1] + low[1], top.d[b] * xs.scale1, sum[1]);
+        sum[2] = fmaf(high[2] + low[2], bottom.d[b] * xs.scale0, sum[2]);
+        sum[3] = fmaf(high[3] + low[3], bottom.d[b] * xs.scale1, sum[3]);
       }
-      if (!kMany) {
-        cp_async_wait<0>();
-        __syncwarp();
-      }
-#pragma unroll
-      for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-        for (int p = 0; p < kPairs; ++p) {
-          PairRows& rows = decoded[kMany ? i : 0][kMany ? p : 0];
-          if (!kMany) rows.template load<kPitch>(&s.weights[warp][i * 16][p * kPairBytes], r, c);
-          multiply_block(sum[i], rows.a[0], rows.d[0], block[2 * p]);
-          multiply_block(sum[i], rows.a[1], rows.d[1], block[2 * p + 1]);
-        }
-    }
-
-    // Warps of the CTA, in order.
-    const int buffer = kMany ? group % 2 : 0;
-#pragma unroll
-    for (int i = 0; i < kRowTiles; ++i) {
-      float* mine = s.warp_sum[buffer][warp] + i * 16 * kTokens + r * kTokens + 2 * c;
-      *reinterpret_cast<float2*>(mine) = {sum[i][0], sum[i][1]};
-      *reinterpret_cast<float2*>(mine + 8 * kTokens) = {sum[i][2], sum[i][3]};
-    }
-    if constexpr (kNorm) {
-      squares += __shfl_xor_sync(~0u, squares, 1);
-      squares += __shfl_xor_sync(~0u, squares, 2);
-      if (c == 0) s.warp_squares[buffer][warp][r] = squares;
-    }
-    __syncthreads();
-    if (group == 0) cluster_wait();  // every CTA has started: its shared memory may be written
-
-    const uint32_t barrier = cluster_address(smem_address(&s.landed), group);
-    constexpr int kVectors = kResults / 4;
-    for (int i = threadIdx.x; i < kVectors + (kNorm ? kTokens / 4 : 0); i += kThreads) {
-      const bool is_sum = i < kVectors;
-      const float* source = is_sum ? &s.warp_sum[buffer][0][4 * i] : &s.warp_squares[buffer][0][4 * (i - kVectors)];
-      const int stride = is_sum ? kResults : kTokens;
-      float4 total = {};
-#pragma unroll
-      for (int w = 0; w < kWarps; ++w) {
-        const float4 v = *reinterpret_cast<const float4*>(source + w * stride);
-        total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
-      }
-      float* target = is_sum ? &s.part[split][4 * i] : &s.squares[split][4 * (i - kVectors)];
-      st_async(cluster_address(smem_address(target), group), total, barrier);
     }
   }
-  if (split >= groups) return;
 
-  // CTAs of the cluster, in order, in the owner of these 8 tokens.
+  // Warps of the CTA, in order.
+  float* mine = s.warp_sum[warp];
+  mine[r * kTokens + 2 * c] = sum[0];
+  mine[r * kTokens + 2 * c + 1] = sum[1];
+  mine[(r + 8) * kTokens + 2 * c] = sum[2];
+  mine[(r + 8) * kTokens + 2 * c + 1] = sum[3];
+  if constexpr (kNorm) {
+    squares += __shfl_xor_sync(~0u, squares, 1);
+    squares += __shfl_xor_sync(~0u, squares, 2);
+    if (c == 0) s.warp_squares[warp][r] = squares;
+  }
+  __syncthreads();
+  cluster_wait();  // every CTA has started: its shared memory may be written
+
+  const uint32_t leader_barrier = cluster_address(smem_address(&s.landed), 0);
+  constexpr int kVectors = kRows * kTokens / 4;
+  for (int i = threadIdx.x; i < kVectors + (kNorm ? kTokens / 4 : 0); i += kWarps * 32) {
+    const bool is_sum = i < kVectors;
+    const float* source = is_sum ? &s.warp_sum[0][4 * i] : &s.warp_squares[0][4 * (i - kVectors)];
+    const int stride = is_sum ? kRows * kTokens : kTokens;
+    float4 total = {};
+    for (int w = 0; w < kWarps; ++w) {
+      const float4 v = *reinterpret_cast<const float4*>(source + w * stride);
+      total.x += v.x, total.y += v.y, total.z += v.z, total.w += v.w;
+    }
+    float* target = is_sum ? &s.part[split][4 * i] : &s.squares[split][4 * (i - kVectors)];
+    st_async(cluster_address(smem_address(target), 0), total, leader_barrier);
+  }
+  if (split != 0) return;
+
+  // CTAs of the cluster, in order, in the leader.
   mbarrier_wait_cluster(smem_address(&s.landed), 0);
   if constexpr (kNorm) {
     const int slices = kSplits / static_cast<int>(args.hc);  // CTAs per group
-    for (int i = threadIdx.x; i < kSplits * kTokens; i += kThreads) {
+    for (int i = threadIdx.x; i < kSplits * kTokens; i += kWarps * 32) {
       const int group = i / kTokens / slices, token = i % kTokens;
       float total = 0.f;
       for (int q = 0; q < slices; ++q) total += s.squares[group * slices + q][token];
@@ -213,12 +231,11 @@ __global__ void __launch_bounds__(kThreads, kMany ? 1 : 2) __cluster_dims__(kSpl
     }
     __syncthreads();
   }
-  for (int i = threadIdx.x; i < kResults; i += kThreads) {
+  for (int i = threadIdx.x; i < kRows * kTokens; i += kWarps * 32) {
     const int row = row0 + i / kTokens, token = i % kTokens;
     float y = 0.f;
-#pragma unroll
     for (int q = 0; q < kSplits; ++q) y = kNorm ? fmaf(s.part[q][i], s.inverse_rms[q][token], y) : y + s.part[q][i];
-    if (row < args.n && split * kTokens + token < tokens) args.y[(token0 + split * kTokens + token) * args.n + row] = y;
+    if (row < args.n && token < tokens) args.y[(token0 + token) * args.n + row] = y;
   }
 }
 
@@ -255,11 +272,15 @@ __global__ void __launch_bounds__(256) down_rows(const DownArgs args) {
   }
 }
 
-template <class X, class Norm, bool kNorm, int kRowTiles, bool kMany>
-cudaError_t launch_cluster(const DownArgs& args, cudaStream_t stream) {
-  constexpr int kRows = 16 * kRowTiles, kGroup = kMany ? kSplits * kTokens : kTokens;
-  const dim3 grid(static_cast<unsigned>((args.n + kRows - 1) / kRows * kSplits), static_cast<unsigned>((args.ntok + kGroup - 1) / kGroup));
-  return launch_overlapped(down_cluster<X, Norm, kNorm, kRowTiles, kMany>, grid, kThreads, sizeof(Shared<kRows, kMany ? 2 : 1>), stream, args);
+bool aligned(const void* pointer, uintptr_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+// Calls launch(x element, norm element, has norm) with the types behind the void pointers.
+template <class Launch>
+cudaError_t for_types(const DownArgs& args, Launch launch) {
+  return with_float(args.x_type, [&](auto x) {
+    if (args.norm_weight == nullptr) return launch(x, float{}, std::false_type{});
+    return with_float(args.norm_type, [&](auto norm) { return launch(x, norm, std::true_type{}); });
+  });
 }
 
 }  // namespace
@@ -272,12 +293,9 @@ bool down_fits_cluster(const DownArgs& args) {
 }
 
 cudaError_t launch_down_cluster(const DownArgs& args, cudaStream_t stream) {
-  const bool one_pass = args.k <= static_cast<int64_t>(kPassPairs) * kPairK;
   return for_types(args, [&](auto x, auto norm, auto has_norm) {
-    using X = decltype(x);
-    using Norm = decltype(norm);
-    if (args.ntok > kTokens && one_pass) return launch_cluster<X, Norm, decltype(has_norm)::value, 2, true>(args, stream);
-    return launch_cluster<X, Norm, decltype(has_norm)::value, 1, false>(args, stream);
+    const dim3 grid(static_cast<unsigned>((args.n + kRows - 1) / kRows * kSplits), static_cast<unsigned>((args.ntok + kTokens - 1) / kTokens));
+    return launch_overlapped(down_cluster<decltype(x), decltype(norm), decltype(has_norm)::value>, grid, kWarps * 32, 0, stream, args);
   });
 }
 

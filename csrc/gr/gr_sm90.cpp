@@ -12,7 +12,7 @@ using cuda::float_type;
 
 constexpr Route kRoutes[] = {
     {"cluster", [](const RouteDims& d) { return d[2] % 128 == 0; },
-     "tensor cores, 16 rows (32 for more than 8 tokens) by a cluster of 8 CTAs along K; K a multiple of 128, aligned operands, and with the norm K = 10240"},
+     "tensor cores, 16 rows by a cluster of 8 CTAs along K; K a multiple of 128, aligned operands, and with the norm K = 10240"},
     {"rows", [](const RouteDims&) { return true; }, "one warp per weight row: any K and alignment"},
 };
 const RegisterRoutes kRegistered("gr_down", "cuda", kRoutes);

@@ -17,7 +17,7 @@ namespace {
 
 using namespace sm90;
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 256;
 constexpr float kE4m3Max = 448.f, kTiny = 1.17549435e-38f;  // a zero row must not divide by zero
 
 // ---- signals ----
@@ -373,7 +373,7 @@ cudaError_t launch_signal(const Call& call, int owner, int64_t round, cudaStream
 cudaError_t launch_collective(Call call, Place place, cudaStream_t stream) {
   constexpr int kHelpers = 124;
   int blocks = place == Place::beside ? kReservedProcessors : kHelpers;
-  if (call.one_shot) blocks = static_cast<int>(std::clamp<int64_t>(call.fp8_wire ? (call.m + 15) / 16 : call.m * call.n / (8 * kThreads), 1, 128));
+  if (call.one_shot) blocks = static_cast<int>(std::clamp<int64_t>(call.fp8_wire ? (call.m + 7) / 8 : call.m * call.n / (8 * kThreads), 1, 128));
   call.blocks = call.one_shot ? blocks : kReservedProcessors + kHelpers;
   if (call.partial_type == Float::bf16) return launch<__nv_bfloat16, __nv_bfloat16>(call, blocks, stream);
   return call.out_type == Float::f32 ? launch<float, float>(call, blocks, stream) : launch<float, __half>(call, blocks, stream);

@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
 
   for (int t = blockIdx.x; t < tiles.count(); t += gridDim.x) {
-    int2 tile = {};
+    const int2 tile = tiles.at(t);
     uint32_t suspect = 0;  // bits 0, 1: row g, g + 8 holds a NaN code; bit 2: a scale that bf16 does not have
     if (!works) {
 #pragma unroll
@@ -333,7 +333,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     for (int s = first; s < stages; s += kTurn) {
       const uint32_t slot = ring.slot;
       multiply_stage(slot, a0, s > first);
-      if (s == first) tile = tiles.at(t);  // its divisions cost nothing here
       mbarrier_wait(full + 8 * slot + 8, ring.parity);
       load_stage(slot + 1, codes);
       decode_stage(codes, a1);

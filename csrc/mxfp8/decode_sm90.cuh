@@ -2,7 +2,7 @@
 //
 // A code's bits s eeee mmm moved to bf16's s ....eeee mmm.... are its value times 2^-120, subnormal codes included; one bf16
 // multiplication by 2^(scale - 127 + 120) gives value * scale. That is exact while the result is a normal bf16 number and the
-// multiplier exists: scales kFirstScale..kLastScale. NaN codes and the NaN scale become NaN operands.
+// multiplier exists: scales kFirstScale..kLastScale. A NaN code becomes a number here: the caller looks for it in `most`.
 #pragma once
 
 #include <cstdint>
@@ -23,10 +23,6 @@ __device__ __forceinline__ uint32_t multiply_bf16x2(uint32_t a, uint32_t b) {
 // Two codes in the high bytes of a word's halves, without their scale.
 __device__ __forceinline__ uint32_t spread_codes(uint32_t word) { return (word & 0x80008000u) | ((word & 0x7f007f00u) >> 4); }
 
-// The four codes of a word times a multiplier: bytes 0 and 2 (low), 1 and 3 (high).
-__device__ __forceinline__ uint32_t decode_low(uint32_t word, uint32_t multiplier) { return multiply_bf16x2(spread_codes(word << 8), multiplier); }
-__device__ __forceinline__ uint32_t decode_high(uint32_t word, uint32_t multiplier) { return multiply_bf16x2(spread_codes(word), multiplier); }
-
 // Four codes times a multiplier as two operand words: bytes 0 and 2 (low), 1 and 3 (high). `most` keeps the largest magnitudes.
 struct Decoded {
   uint32_t low, high;
@@ -38,27 +34,5 @@ __device__ __forceinline__ Decoded decode4(uint32_t word, uint32_t multiplier, u
   return {multiply_bf16x2(low | (word << 8 & kSign), multiplier), multiply_bf16x2(high | (word & kSign), multiplier)};
 }
 __device__ __forceinline__ bool holds_nan(uint32_t most) { return (most & 0xffff) == 0x07f0 || most >> 16 == 0x07f0; }
-
-// What kWords words of codes with one scale are multiplied by.
-struct Multiplier {
-  uint32_t bf16x2;
-  bool extreme;  // nonzero codes with a scale outside the exact range: the caller must compute these results another way
-};
-
-template <int kWords>
-__device__ __forceinline__ Multiplier multiplier_for(const uint32_t (&codes)[kWords], uint32_t scale) {
-  uint32_t nan = 0;
-#pragma unroll
-  for (uint32_t word : codes) nan |= (word & 0x7f7f7f7fu) + 0x01010101u;  // 0x7f becomes 0x80
-  const uint32_t one = (min(scale, kLastScale) + 120u) << 7;
-  Multiplier m = {one | one << 16, false};
-  if (scale - kFirstScale > kLastScale - kFirstScale) {
-    uint32_t any = 0;
-    for (uint32_t word : codes) any |= word & 0x7f7f7f7fu;
-    m.extreme = any != 0 && scale != mx::kNanScale;
-  }
-  if ((nan & 0x80808080u) != 0 || scale == mx::kNanScale) m.bf16x2 = 0x7fc07fc0u;
-  return m;
-}
 
 }  // namespace mori::mxfp8

@@ -30,6 +30,7 @@ QSA_HQ, QSA_HKV, QSA_D, QSA_S = 24, 2, 256, 2051
 # Relative L2 error against float64 that one rounding to the format explains over many values (an rms of 1.7e-3 for
 # bfloat16), with room for the spread; float32 is the accumulation's. Few values may come near the largest, half an ulp.
 RELATIVE_L2 = {torch.bfloat16: 2.0e-3, torch.float16: 3.0e-4, torch.float32: 1.0e-6}
+TENSOR_CORE_L2 = 1e-5  # of float32 results on a GPU: tensor cores add in their own order
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 FEW = 4096
 

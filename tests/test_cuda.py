@@ -16,7 +16,7 @@ from tests.samples import EXACT, arguments, as_tuple, call, expected, map_tensor
 CUDA_OPS = [op for op, devices in mori_ops.kernels().items() if devices["cuda"]]
 pytestmark = pytest.mark.skipif(not (torch.cuda.is_available() and CUDA_OPS), reason="no CUDA device or no CUDA backend in this build")
 
-TOLERANCE = cases.RELATIVE_L2 | {torch.float32: 1e-5}  # tensor cores add in their own order
+TOLERANCE = cases.RELATIVE_L2 | {torch.float32: cases.TENSOR_CORE_L2}
 # Beside the ragged shapes of the CPU tests: around the 32 tokens where the kernel changes, and whole and partial tiles.
 GEMM_SHAPES = (*cases.GEMM_SHAPES, (32, 1024, 1280), (33, 1024, 1280), (128, 512, 256), (192, 520, 640), (257, 300, 1408), (300, 136, 96), (1000, 1032, 640))
 
@@ -67,6 +67,24 @@ def test_packed_and_raw_scales_give_the_same_bits(shape: tuple[int, int, int]) -
     a, b, a_scale, b_scale = (cuda(t) for t in cases.gemm_operands(*shape, seed=2))
     packed = mori_ops.mxfp8(a, b, mori_ops.mxfp8_pack_a_scale(a_scale), mori_ops.mxfp8_pack_b_scale(b_scale))
     assert torch.equal(packed, mori_ops.mxfp8_raw(a, b, a_scale, b_scale))
+
+
+@pytest.mark.parametrize("quant", ["ptpc", "blockscale"])
+@pytest.mark.parametrize("m", [1, 3, 64, 130])
+def test_fp32_scales_take_the_fp8_tensor_cores_of_torch(m: int, quant: str) -> None:
+    n, k = 272, 4096
+    assert mori_ops.route("scaled_gemm", device="cuda", m=m, n=n, k=k).kernel == "torch._scaled_mm"
+    a, b, a_scale, b_scale = (cuda(t) for t in cases.gemm_operands(m, n, k, quant, seed=m))
+    wanted, bias = reference.scaled_gemm(a, b, a_scale, b_scale, quant), torch.randn(n, device="cuda").bfloat16()
+    check(mori_ops.scaled_gemm(a, b, a_scale, b_scale, quant), wanted)
+    check(mori_ops.scaled_gemm(a, b, a_scale, b_scale, quant, bias=bias), wanted + bias)
+    assert cases.relative_l2(mori_ops.scaled_gemm(a, b, a_scale, b_scale, quant), wanted.bfloat16()) <= 7e-4  # one in ten rounds to the neighbour
+    a.view(torch.uint8)[m // 2, 77] = 0x7F
+    result = mori_ops.scaled_gemm(a, b, a_scale, b_scale, quant)
+    assert result.isnan().any(1).nonzero().flatten().tolist() == [m // 2] and result[m // 2].isnan().all()
+    a.view(torch.uint8).fill_(0x38)[:, 77] = b.view(torch.uint8).fill_(0x38)[:, 77] = 0x7E  # 448 * 448 beside 4095 ones
+    ones = torch.ones_like(a_scale), torch.ones_like(b_scale)
+    assert (mori_ops.scaled_gemm(a, b, *ones, quant) == 204800).all()
 
 
 EXTREMES = {

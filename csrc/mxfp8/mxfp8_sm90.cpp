@@ -5,6 +5,7 @@
 #include "../common/route.h"
 #include "gemm_sm90.h"
 #include "mxfp8_ops.h"
+#include "scaled_mm_sm90.h"
 
 namespace mori::mxfp8 {
 namespace {
@@ -26,7 +27,9 @@ constexpr Route kRoutes[] = {
     {"128x256", [](const RouteDims&) { return true; }, "the same; every large shape"},
 };
 constexpr Route kScaledRoutes[] = {
-    {"fp32 fma", [](const RouteDims&) { return true; }, "ptpc and blockscale; mxfp8 and mxfp8_raw take the routes of their own operators"},
+    {"torch._scaled_mm", [](const RouteDims& d) { return d[1] % kScaledMmColumns == 0; },
+     "ptpc and blockscale to bf16, bias too, aligned operands: fp8 tensor cores; mxfp8 and mxfp8_raw take the routes of their own operators"},
+    {"fp32 fma", [](const RouteDims&) { return true; }, "ptpc and blockscale otherwise: exact, slow"},
 };
 const RegisterRoutes kRegistered[] = {
     {"mxfp8", "cuda", kRoutes}, {"mxfp8_raw", "cuda", kRoutes}, {"mxfp8_linear", "cuda", kRoutes}, {"scaled_gemm", "cuda", kScaledRoutes}};
@@ -54,8 +57,10 @@ void launch_scaled(GemmArgs args, Quant quant, const Tensor& like, cudaStream_t 
   switch (quant) {
     case Quant::mxfp8:
     case Quant::mxfp8_raw: return cuda::check_launch("mxfp8", launch_mx(args, like, stream));
-    case Quant::ptpc: return cuda::check_launch("scaled_gemm", launch_simple_fp32_scales(args, Fp32Scales::ptpc, stream));
-    case Quant::blockscale: return cuda::check_launch("scaled_gemm", launch_simple_fp32_scales(args, Fp32Scales::blockscale, stream));
+    case Quant::ptpc:
+    case Quant::blockscale:
+      if (scaled_mm_fits(args)) return run_scaled_mm(args, quant, like, stream);
+      return cuda::check_launch("scaled_gemm", launch_simple_fp32_scales(args, quant == Quant::ptpc ? Fp32Scales::ptpc : Fp32Scales::blockscale, stream));
   }
 }
 

@@ -21,6 +21,10 @@ cudaError_t launch_dequantize(const uint8_t* codes, const uint8_t* scale, int64_
 cudaError_t launch_pack_a(const uint8_t* scale, int64_t rows, int64_t blocks, uint8_t* out, cudaStream_t stream);
 cudaError_t launch_pack_b(const uint8_t* scale, int64_t row_blocks, int64_t blocks, int32_t* out, cudaStream_t stream);
 
+// block_scales_sm90.cu: fp32 scales of blockscale, `blocks` per row, as cuBLASLt reads them: A's [blocks, padded_m], B's one per row [blocks, n].
+cudaError_t launch_block_scales(const float* a_scale, int64_t m, int64_t padded_m, const float* b_scale, int64_t n, int64_t blocks, float* a_out, float* b_out,
+                                cudaStream_t stream);
+
 // --- GEMMs ---
 
 struct GemmArgs {

@@ -1,0 +1,52 @@
+#include "scaled_mm_sm90.h"
+
+#include <array>
+
+#include "../common/cuda.h"
+
+namespace mori::mxfp8 {
+namespace {
+
+constexpr int64_t kRowsOfBlocks = 4;  // cuBLASLt wants M a multiple of it for blockscale
+
+Tensor view_of(const void* data, const Sizes& sizes, const Sizes& strides, ScalarType type, const Tensor& like) {
+  return torch::stable::from_blob(const_cast<void*>(data), sizes, strides, like.device(), type);
+}
+
+void scaled_mm(const Tensor& a, const Tensor& b, const Tensor& a_scale, const Tensor& b_scale, const std::optional<Tensor>& bias, const Tensor& out) {
+  using torch::stable::detail::from;
+  std::array<StableIValue, 9> stack = {from(a), from(b), from(a_scale), from(b_scale), from(bias), from(std::nullopt), from(std::nullopt), from(false), from(out)};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_scaled_mm", "out", stack.data(), TORCH_ABI_VERSION));
+  torch::stable::detail::to<Tensor>(stack[0]);  // takes the returned reference
+}
+
+}  // namespace
+
+bool scaled_mm_fits(const GemmArgs& args) {
+  const auto aligned = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; };
+  return args.out_type == Float::bf16 && (args.bias == nullptr || args.bias_type == Float::bf16) && args.n % kScaledMmColumns == 0 && args.k > 0 && aligned(args.a) &&
+         aligned(args.b) && aligned(args.out);
+}
+
+void run_scaled_mm(const GemmArgs& args, Quant quant, const Tensor& like, cudaStream_t stream) {
+  const auto [m, n, k] = std::array{args.m, args.n, args.k};
+  const Tensor a = view_of(args.a, {m, k}, {k, 1}, ScalarType::Float8_e4m3fn, like), b = view_of(args.b, {k, n}, {1, k}, ScalarType::Float8_e4m3fn, like);
+  const Tensor out = view_of(args.out, {m, n}, {n, 1}, ScalarType::BFloat16, like);
+  const std::optional<Tensor> bias = args.bias ? std::optional(view_of(args.bias, {n}, {1}, ScalarType::BFloat16, like)) : std::nullopt;
+  if (quant == Quant::ptpc) {
+    return scaled_mm(a, b, view_of(args.a_scale, {m, 1}, {1, 1}, ScalarType::Float, like), view_of(args.b_scale, {1, n}, {n, 1}, ScalarType::Float, like), bias, out);
+  }
+  const int64_t blocks = ceil_div(k, kBlockscale), rows = ceil_div(m, kRowsOfBlocks) * kRowsOfBlocks;
+  const Tensor a_scale = torch::stable::new_empty(like, Sizes{blocks, rows}, ScalarType::Float), b_scale = torch::stable::new_empty(like, Sizes{blocks, n}, ScalarType::Float);
+  cuda::check_launch("scaled_gemm", launch_block_scales(static_cast<const float*>(args.a_scale), m, rows, static_cast<const float*>(args.b_scale), n, blocks,
+                                                        static_cast<float*>(a_scale.mutable_data_ptr()), static_cast<float*>(b_scale.mutable_data_ptr()), stream));
+  const Tensor by_row = torch::stable::transpose(a_scale, 0, 1);
+  if (rows == m) return scaled_mm(a, b, by_row, b_scale, bias, out);
+  Tensor padded = torch::stable::new_empty(like, Sizes{rows, k}, ScalarType::Float8_e4m3fn), sums = torch::stable::new_empty(like, Sizes{rows, n}, ScalarType::BFloat16);
+  Tensor filled = torch::stable::narrow(padded, 0, 0, m), result = out;
+  torch::stable::copy_(filled, a);
+  scaled_mm(padded, b, by_row, b_scale, bias, sums);
+  torch::stable::copy_(result, torch::stable::narrow(sums, 0, 0, m));
+}
+
+}  // namespace mori::mxfp8

@@ -32,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "cpu: about the CPU's kernels, or torch on the CPU")
+    config.addinivalue_line("markers", "cpu: about the CPU alone")
     if config.getoption("--device") != "cpu":
         from tests import cases  # not above: it needs the library, which some tests are without
 

@@ -47,7 +47,7 @@ def random_x(ntok: int, k: int, dtype: torch.dtype = torch.float32, *, seed: int
 
 def ggml_bytes(w: Tensor) -> Tensor:
     with np.errstate(over="ignore", invalid="ignore"):  # scales outside the range of fp16
-        return torch.from_numpy(gguf.quants.quantize(w.float().numpy(), gguf.GGMLQuantizationType.Q8_0))
+        return torch.from_numpy(gguf.quants.quantize(w.float().cpu().numpy(), gguf.GGMLQuantizationType.Q8_0)).to(w.device)
 
 
 # ---- Q8_0 ----
@@ -106,7 +106,7 @@ def test_dequantize_is_exact_and_rounded_once(dtype: torch.dtype) -> None:
     back = ops.q8_0_dequantize(w, out_dtype=dtype)
     assert same_bits(back, reference.q8_0_dequantize(w, out_dtype=torch.float32).to(dtype))
     if dtype == torch.float32:
-        assert same_bits(back, torch.from_numpy(gguf.quants.dequantize(w.numpy(), gguf.GGMLQuantizationType.Q8_0)))
+        assert same_bits(back, torch.from_numpy(gguf.quants.dequantize(w.cpu().numpy(), gguf.GGMLQuantizationType.Q8_0)).to(w.device))
 
 
 # ---- gr_down: values ----

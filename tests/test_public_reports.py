@@ -208,7 +208,8 @@ def test_Q8_a_strided_pool_is_read_in_place():
 
 
 @pytest.mark.parametrize("beyond", (37, 38, 2**30))
-def test_Q8_an_id_past_the_last_cell_raises(beyond):
+def test_Q8_an_id_past_the_last_cell_raises(beyond, monkeypatch):
+    monkeypatch.setenv("MORI_CHECK_IDS", "1")  # the CPU needs none
     args = flash_case(4, 9, 37)
     args["ids"][3, 4] = beyond
     with pytest.raises(IndexError, match=rf"ids.*{beyond}.*37"):
@@ -395,6 +396,7 @@ def test_I3_a_weight_used_under_inference_mode_first_compiles_and_is_never_stale
     assert torch.equal(layer(args["x"], args["b"]), changed) and torch.equal(compiled(args["x"], args["b"]), changed)
 
 
+@pytest.mark.cpu
 def test_I9_autocast_decides_the_dtype_of_a_linear_layer(fresh_compiler):
     _, b, _, b_scale = cases.gemm_operands(1, 40, 96)
     x = torch.randn(5, 96)

@@ -175,6 +175,7 @@ def test_a_later_token_of_a_prompt_does_not_leak_into_an_earlier_one(isa: str, h
         assert result[bad:].isnan().any(-1).all()
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("tokens", [5, 60])
 def test_empty_slots_are_exactly_neutral_wherever_they_stand(isa: str, tokens: int) -> None:
     q, kv, packed = queries(tokens, 6, 64), cache(400, 2, 64), cases.selected_ids(tokens, 150, 400, empty=0.0)
@@ -365,6 +366,7 @@ def test_out_overloads_write_every_element(isa: str) -> None:
     assert same_bits(merged, ops.qsa_merge(partial, lse, gate=gate))
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("bad", [90, 2**30])
 @pytest.mark.parametrize("place", [(0, 0), (8, 39), (4, 17)])
 def test_q8_an_id_beyond_the_cells_raises_and_writes_nothing(place: tuple[int, int], bad: int) -> None:

@@ -132,6 +132,7 @@ def test_elements_round_to_nearest_even_beside_every_code_and_every_tie(scale: i
     assert_quantized((codes, byte), reference.mxfp8_quantize(rows))
 
 
+@pytest.mark.cpu
 def test_codes_are_those_of_ml_dtypes(isa: str) -> None:
     x = random_blocks(256, 320, torch.float32, seed=7)
     codes, scale = ops.mxfp8_quantize(x)
@@ -139,6 +140,7 @@ def test_codes_are_those_of_ml_dtypes(isa: str) -> None:
     assert torch.equal(bytes_of(codes), torch.from_numpy(quotient.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)))
 
 
+@pytest.mark.cpu
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_bits_are_those_of_torchao(dtype: torch.dtype, rounding: str, isa: str) -> None:
@@ -340,6 +342,7 @@ def test_every_code_times_every_scale_is_exact_n10(out_dtype: torch.dtype, flush
     assert same_bits(result, as_uint8)
 
 
+@pytest.mark.cpu
 def test_e8m0_values_are_those_of_ml_dtypes(isa: str) -> None:
     scale = torch.arange(256, dtype=torch.uint8)[:, None]
     ones = torch.full((256, 32), 0x38, dtype=torch.uint8).view(E4M3)

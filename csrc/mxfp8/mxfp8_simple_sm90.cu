@@ -1,7 +1,7 @@
 // C = A B^T with fp32 FMAs: every shape, alignment, scale layout and scale value. The route of last resort, bound by FMA rate.
 //
 // A CTA computes 64 x 64 outputs, a thread 4 x 4. Per block of 32 along K: codes decoded to fp32 in shared memory -> the block's
-// sum of exact products -> times both scales -> added. NaN codes and NaN scales give NaN by themselves.
+// sum of exact products -> times both scales -> added in float64. NaN codes and NaN scales give NaN by themselves.
 #include "../common/sm90.cuh"
 #include "scales_sm90.cuh"
 
@@ -25,12 +25,12 @@ __device__ __forceinline__ void load_tile(float (&tile)[kBlock][kPitch], const u
 }
 
 template <class Scales>
-__global__ void __launch_bounds__(kThreads) simple(const GemmArgs args, const Scales scales) {
+__global__ void __launch_bounds__(kThreads, 1) simple(const GemmArgs args, const Scales scales) {
   __shared__ Shared s;
   const int64_t row_tiles = (args.n + kTile - 1) / kTile;
   const int64_t m0 = blockIdx.x / row_tiles * kTile, n0 = blockIdx.x % row_tiles * kTile;
   const int tx = threadIdx.x % 16, ty = threadIdx.x / 16;
-  float c[kPer][kPer] = {};
+  double c[kPer][kPer] = {};
   for (int64_t block = 0; block < args.k / kBlock; ++block) {
     __syncthreads();
     load_tile(s.a, args.a, m0, args.m, args.k, block * kBlock);
@@ -48,7 +48,13 @@ __global__ void __launch_bounds__(kThreads) simple(const GemmArgs args, const Sc
 #pragma unroll
       for (int j = 0; j < kPer; ++j) {
         const int64_t m = m0 + ty + 16 * i, n = n0 + tx + 16 * j;
-        if (m < args.m && n < args.n) c[i][j] += scales.factor(m, n, block)(sum[i][j]);
+        if (m >= args.m || n >= args.n) continue;
+        const auto factor = scales.factor(m, n, block);
+        if (factor.finite()) {
+          c[i][j] += factor(sum[i][j]);
+        } else {
+          for (int k = 0; k < kBlock; ++k) c[i][j] += factor(s.a[k][ty + 16 * i] * s.b[k][tx + 16 * j]);
+        }
       }
   }
 #pragma unroll

@@ -6,6 +6,8 @@
 
 namespace mori::mxfp8 {
 
+__device__ __forceinline__ double power_of_two(int exponent) { return __hiloint2double((1023 + exponent) << 20, 0); }
+
 // e8m0 bytes, raw or packed.
 struct ByteScales {
   const uint8_t* a;
@@ -26,11 +28,12 @@ struct ByteScales {
     return b[packed ? (block * row_blocks + n / 32) * 4 : n / 32 * blocks + block];
   }
 
-  // sum * 2^(a + b - 254): one rounding, whatever the exponents.
+  // 2^(a + b - 254) in float64, which holds every exponent and its sums.
   struct Factor {
     int exponent;
     bool nan;
-    __device__ __forceinline__ float operator()(float sum) const { return nan ? __uint_as_float(mx::kNanBits) : ldexpf(sum, exponent); }
+    __device__ __forceinline__ bool finite() const { return true; }
+    __device__ __forceinline__ double operator()(double sum) const { return nan ? __uint_as_float(mx::kNanBits) : sum * power_of_two(exponent); }
   };
   __device__ __forceinline__ Factor factor(int64_t m, int64_t n, int64_t block) const {
     const int sa = a_byte(m, block), sb = b_byte(n, block);
@@ -52,7 +55,9 @@ struct Fp32ScalesReader {
 
   struct Factor {
     float a, b;
-    __device__ __forceinline__ float operator()(float sum) const { return sum * a * b; }
+    // Infinity times a sum is not the sum of infinities and NaNs that its products are.
+    __device__ __forceinline__ bool finite() const { return isfinite(a) && isfinite(b); }
+    __device__ __forceinline__ double operator()(double sum) const { return sum * a * b; }
   };
   __device__ __forceinline__ Factor factor(int64_t m, int64_t n, int64_t block) const {
     return {a[m * columns + block / k_blocks], b[n / b_rows * columns + block / k_blocks]};
@@ -61,12 +66,12 @@ struct Fp32ScalesReader {
 
 // One element of C without bias, block by block: exact for every scale. For the blocks that bf16 operands cannot hold.
 template <class Scales>
-__device__ __noinline__ float exact_dot(const GemmArgs& args, const Scales& scales, int64_t m, int64_t n) {
+__device__ __noinline__ double exact_dot(const GemmArgs& args, const Scales& scales, int64_t m, int64_t n) {
   const uint8_t *a = args.a + m * args.k, *b = args.b + n * args.k;
-  float c = 0.f;
+  double c = 0;
   for (int64_t block = 0; block < args.k / 32 && !isnan(c); ++block) {
-    float sum = 0.f;
-    for (int i = 0; i < 32; ++i) sum = fmaf(mx::decode_e4m3(a[block * 32 + i]), mx::decode_e4m3(b[block * 32 + i]), sum);
+    double sum = 0;
+    for (int i = 0; i < 32; ++i) sum += static_cast<double>(mx::decode_e4m3(a[block * 32 + i])) * mx::decode_e4m3(b[block * 32 + i]);
     c += scales.factor(m, n, block)(sum);
   }
   return c;
@@ -93,6 +98,7 @@ __device__ __forceinline__ void store_rounded(const GemmArgs& args, int64_t m, i
 
 // c plus bias, rounded.
 __device__ __forceinline__ void store_c(const GemmArgs& args, int64_t m, int64_t n, float c) { store_rounded(args, m, n, c + bias_at(args, n)); }
+__device__ __forceinline__ void store_c(const GemmArgs& args, int64_t m, int64_t n, double c) { store_rounded(args, m, n, static_cast<float>(c + bias_at(args, n))); }
 
 // Past the L1 cache: the copy engine may have written it.
 __device__ __forceinline__ bool stored_is_nan(const GemmArgs& args, int64_t m, int64_t n) {

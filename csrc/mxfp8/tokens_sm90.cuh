@@ -129,9 +129,9 @@ inline cudaError_t launch_expand(const GemmArgs& args, uint4* out, cudaStream_t 
 // ---- one element of C without bias from the source, exactly, whatever the scales ----
 
 template <class T>
-__device__ float exact_dot_quantized(const GemmArgs& args, const ByteScales& scales, int64_t m, int64_t n) {
+__device__ double exact_dot_quantized(const GemmArgs& args, const ByteScales& scales, int64_t m, int64_t n) {
   const uint8_t* b = args.b + n * args.k;
-  float c = 0.f;
+  double c = 0;
   for (int64_t block = 0; block < args.k / 32 && !isnan(c); ++block) {
     float4 v[8];
     uint32_t amax = 0;
@@ -140,17 +140,17 @@ __device__ float exact_dot_quantized(const GemmArgs& args, const ByteScales& sca
       amax = max(amax, amax_bits(v[i]));
     }
     const uint8_t sa = block_scale(amax, args.rceil), sb = scales.b_byte(n, block);
-    float sum = sa == mx::kNanScale || sb == mx::kNanScale ? __uint_as_float(mx::kNanBits) : 0.f;
+    double sum = sa == mx::kNanScale || sb == mx::kNanScale ? __uint_as_float(mx::kNanBits) : 0.f;
     for (int i = 0; i < 8; ++i) {
       const uint32_t word = encode4(v[i], sa);
-      for (int j = 0; j < 4; ++j) sum = fmaf(mx::decode_e4m3(static_cast<uint8_t>(word >> 8 * j)), mx::decode_e4m3(b[block * 32 + 4 * i + j]), sum);
+      for (int j = 0; j < 4; ++j) sum += static_cast<double>(mx::decode_e4m3(static_cast<uint8_t>(word >> 8 * j))) * mx::decode_e4m3(b[block * 32 + 4 * i + j]);
     }
-    c += ldexpf(sum, sa + sb - 254);
+    c += sum * power_of_two(sa + sb - 254);
   }
   return c;
 }
 
-__device__ __noinline__ float exact_element(const GemmArgs& args, const ByteScales& scales, int64_t m, int64_t n) {
+__device__ __noinline__ double exact_element(const GemmArgs& args, const ByteScales& scales, int64_t m, int64_t n) {
   if (args.a != nullptr) return exact_dot(args, scales, m, n);
   switch (args.x_type) {
     case Float::f32: return exact_dot_quantized<float>(args, scales, m, n);

@@ -20,13 +20,19 @@ GEMM_M = {
 GEMM_LINEARS = {"cpu": ("wo_b_wide", "wo_b"), "cuda": ("square", "wo_b_wide", "wq_b", "wo_b")}
 INT8PACK = "torch._weight_int8pack_mm"
 FP32, BF16 = "F.linear fp32", "F.linear bf16"
+ROWWISE, DOT_SCALED = "torch._scaled_mm rowwise", "Triton dot_scaled"
 
 
 def _linear_arms(x: Tensor, w: Tensor, *, bf16: bool) -> list[Arm]:
     """torch's own ways to multiply x by the weight: fp32, weight-only int8, and bf16 where it is not hopeless."""
     x_bf16 = x.bfloat16()
     if x.is_cuda:
-        return [Arm(BF16, lambda o: F.linear(x_bf16, o), copies_of(w.bfloat16()))]
+        fp8, ones = x.to(torch.float8_e4m3fn), torch.ones(max(x.shape[0], w.shape[0]), device=x.device)
+        scales = {"scale_a": ones[: x.shape[0], None], "scale_b": ones[None, : w.shape[0]]}
+        return [
+            Arm(BF16, lambda o: F.linear(x_bf16, o), copies_of(w.bfloat16())),
+            Arm(ROWWISE, lambda o: torch._scaled_mm(fp8, o.t(), **scales, out_dtype=torch.bfloat16), copies_of(w.to(torch.float8_e4m3fn))),
+        ]
     amax = w.abs().amax(1, keepdim=True)
     codes, scale = (w / amax * 127).round().to(torch.int8), (amax[:, 0] / 127).bfloat16()
     arms = [
@@ -57,10 +63,18 @@ def _gemm_case(op: str, m: int, n: int, k: int, device: str) -> Case:
             goals.append(Goal((FP32, BF16), 2.0 if m == 1 else 4.0))
         if m in (64, 256, 1024):
             goals.append(Goal((FP32,), 1.0))
+    arms = [Arm(f"mori.{op}", lambda o: run(a, o, a_scale, b_scale), copies_of(b)), *_linear_arms(x, w, bf16=m <= 64)]
+    if op == "mxfp8_raw" and device == "cuda":
+        goals.append(Goal((BF16,), 1.0, "cold"))
+        if m >= 1024:
+            from bench import dot_scaled  # Triton comes with torch's builds for GPUs alone
+
+            arms.append(Arm(DOT_SCALED, lambda o: dot_scaled.mxfp8_gemm(a, o, a_scale, b_scale), copies_of(b)))
+            goals.append(Goal((DOT_SCALED,), 4.0, "cold"))
     return Case(
         op,
         {"m": m, "n": n, "k": k},
-        [Arm(f"mori.{op}", lambda o: run(a, o, a_scale, b_scale), copies_of(b)), *_linear_arms(x, w, bf16=m <= 64)],
+        arms,
         lambda: cases.assert_close(run(a, b, a_scale, b_scale), reference.scaled_gemm(a, b, a_scale, b_scale, op)),
         goals,
         bytes_moved=n * k + b_scale.nbytes + m * k + 2 * m * n,
@@ -108,7 +122,7 @@ def _layouts_case(m: int, n: int, k: int, device: str) -> Case:
 
 def mxfp8_linear(device: str) -> Iterator[Callable[[], Case]]:
     n, k = cases.LINEARS["wo_b_wide"]
-    for m in (1, 4, 8, 64, 256):
+    for m in {"cpu": (1, 4, 8, 64, 256), "cuda": (1, 8, 16, 64, 256, 1024, 4096, 16384)}[device]:
         yield lambda m=m: _linear_case(m, n, k, device)
 
 

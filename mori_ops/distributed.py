@@ -274,6 +274,6 @@ def _gemm_ar_out(a, b, a_scale, b_scale, quant, group_name, *, bias=None, wire="
 
 
 _library = torch.library.Library("mori", "IMPL")
-for _key in ("CPU", "CUDA") if "cuda" in torch.ops.mori.build_info() else ("CPU",):
+for _key in ("CPU", "CUDA") if any(name in torch.ops.mori.build_info() for name in ("cuda", "hip")) else ("CPU",):
     _library.impl("gemm_ar", _gemm_ar, _key)
     _library.impl("gemm_ar.out", _gemm_ar_out, _key)

@@ -1,6 +1,6 @@
 """gemm_ar on CUDA over P2P memory: the symmetric workspace of a group (torch.distributed._symmetric_memory), or why there is none.
 
-The protocol and the kernels are csrc/gemm_ar/*_sm90.*. No multicast, no multimem. What ranks must agree on is exchanged between
+The protocol and the kernels are csrc/gemm_ar/*_sm90.* and, on AMD GPUs, *_gfx950.*. No multicast, no multimem. What ranks must agree on is exchanged between
 their hosts, as on the CPU, before anything is launched: nothing waits for the GPU, and a disagreement raises in the call itself.
 Replays of a CUDA graph have no host: there a rank that is missing runs into the kernels' own timeout, its absence raises in the
 next call, and the output is NaN.

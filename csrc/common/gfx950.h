@@ -21,6 +21,7 @@ namespace mori::gfx950 {
 
 constexpr int kWave = 64;
 
+using i32x2 = int __attribute__((ext_vector_type(2)));
 using i32x4 = int __attribute__((ext_vector_type(4)));
 using i32x8 = int __attribute__((ext_vector_type(8)));
 using f32x4 = float __attribute__((ext_vector_type(4)));
@@ -69,9 +70,12 @@ constexpr int kOutOfRange = static_cast<int>(0x80000000u);
 MORI_DEVICE int load_dword(Buffer from, int offset) { return __builtin_amdgcn_raw_buffer_load_b32(from, offset, 0, 0); }
 MORI_DEVICE int load_byte(Buffer from, int offset) { return __builtin_amdgcn_raw_buffer_load_b8(from, offset, 0, 0); }
 MORI_DEVICE int load_short(Buffer from, int offset) { return __builtin_amdgcn_raw_buffer_load_b16(from, offset, 0, 0); }
+MORI_DEVICE i32x2 load_dwordx2(Buffer from, int offset) { return __builtin_amdgcn_raw_buffer_load_b64(from, offset, 0, 0); }
 MORI_DEVICE i32x4 load_dwordx4(Buffer from, int offset) { return __builtin_amdgcn_raw_buffer_load_b128(from, offset, 0, 0); }
 MORI_DEVICE void store_dwordx4(i32x4 v, Buffer to, int offset) { __builtin_amdgcn_raw_buffer_store_b128(v, to, offset, 0, 0); }
+MORI_DEVICE void store_dwordx2(i32x2 v, Buffer to, int offset) { __builtin_amdgcn_raw_buffer_store_b64(v, to, offset, 0, 0); }
 MORI_DEVICE void store_dword(int v, Buffer to, int offset) { __builtin_amdgcn_raw_buffer_store_b32(v, to, offset, 0, 0); }
+MORI_DEVICE void store_byte(char v, Buffer to, int offset) { __builtin_amdgcn_raw_buffer_store_b8(v, to, offset, 0, 0); }
 MORI_DEVICE void store_short(short v, Buffer to, int offset) { __builtin_amdgcn_raw_buffer_store_b16(v, to, offset, 0, 0); }
 
 // --- LDS ---

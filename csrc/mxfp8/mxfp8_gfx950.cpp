@@ -3,6 +3,7 @@
 
 #include "../common/hip.h"
 #include "../common/route.h"
+#include "gemm_gfx950.h"
 #include "mxfp8_ops.h"
 
 namespace mori::mxfp8 {
@@ -30,28 +31,52 @@ const uint8_t* bytes(const Tensor& t) { return static_cast<const uint8_t*>(t.con
 uint8_t* mutable_bytes(const Tensor& t) { return static_cast<uint8_t*>(t.mutable_data_ptr()); }
 
 // Raw scales that the pipeline cannot copy by whole dwords (K % 128 != 0, or misaligned) are packed first: the same bits.
-hipError_t launch_packed(GemmArgs args, const Tensor& like, Tile tile, hipStream_t stream) {
+void pack_scales(Plan& plan, const Tensor& like, hipStream_t stream) {
+  GemmArgs& args = plan.args;
   const int64_t blocks = args.k / kBlock, row_blocks = ceil_div(args.n, kBlock);
   const Tensor a_scale = torch::stable::new_empty(like, Sizes{ceil_div(args.m, kPackRows) * kPackRows * blocks}, ScalarType::Byte);
   const Tensor b_scale = torch::stable::new_empty(like, Sizes{row_blocks * blocks}, ScalarType::Int);
-  const hipError_t error = launch_pack_a(static_cast<const uint8_t*>(args.a_scale), args.m, blocks, mutable_bytes(a_scale), stream);
-  if (error != hipSuccess) return error;
-  const hipError_t second = launch_pack_b(static_cast<const uint8_t*>(args.b_scale), row_blocks, blocks, static_cast<int32_t*>(b_scale.mutable_data_ptr()), stream);
-  if (second != hipSuccess) return second;
+  hip::check_launch("mxfp8_pack_a_scale", launch_pack_a(static_cast<const uint8_t*>(args.a_scale), args.m, blocks, mutable_bytes(a_scale), stream));
+  hip::check_launch("mxfp8_pack_b_scale",
+                    launch_pack_b(static_cast<const uint8_t*>(args.b_scale), row_blocks, blocks, static_cast<int32_t*>(b_scale.mutable_data_ptr()), stream));
   args.a_scale = a_scale.const_data_ptr();
   args.b_scale = b_scale.const_data_ptr();
-  return launch_gemm(args, Scales::packed, tile, stream);
+  plan.scales = Scales::packed;
+  plan.packed = {a_scale, b_scale};
 }
 
-hipError_t launch_mx(const GemmArgs& args, Scales scales, const Tensor& like, const hip::Launch& launch) {
-  const hipStream_t stream = launch.stream();
-  if (!launch.has_scaled_mfma()) return launch_simple(args, scales, stream);
+}  // namespace
+
+Plan plan_gemm(const GemmArgs& args, Quant quant, bool skinny, const Tensor& like, const hip::Launch& launch) {
+  if (quant == Quant::ptpc) return {args, Scales::ptpc, Form::simple, {}};
+  if (quant == Quant::blockscale) return {args, Scales::blockscale, Form::simple, {}};
+  Plan plan = {args, quant == Quant::mxfp8 ? Scales::packed : Scales::raw, Form::simple, {}};
+  if (!launch.has_scaled_mfma()) return plan;
   const size_t route = pick_route(kRoutes, {args.m, args.n, args.k});
-  if (route == kSkinny) return skinny_fits(args) ? launch_skinny(args, scales, stream) : launch_simple(args, scales, stream);
-  const Tile tile = route == kWide ? Tile::wide : Tile::narrow;
-  if (gemm_fits(args, scales)) return launch_gemm(args, scales, tile, stream);
-  return scales == Scales::raw && gemm_fits(args, Scales::packed) ? launch_packed(args, like, tile, stream) : launch_simple(args, scales, stream);
+  if (route == kSkinny && skinny) {
+    if (skinny_fits(args)) plan.form = Form::skinny;
+    return plan;
+  }
+  const Form tile = route == kWide ? Form::wide : Form::narrow;
+  if (gemm_fits(args, plan.scales)) {
+    plan.form = tile;
+  } else if (plan.scales == Scales::raw && gemm_fits(args, Scales::packed)) {
+    pack_scales(plan, like, launch.stream());
+    plan.form = tile;
+  }
+  return plan;
 }
+
+hipError_t launch_plan(const Plan& plan, hipStream_t stream) {
+  switch (plan.form) {
+    case Form::skinny: return launch_skinny(plan.args, plan.scales, stream);
+    case Form::narrow: return launch_gemm(plan.args, plan.scales, Tile::narrow, stream);
+    case Form::wide: return launch_gemm(plan.args, plan.scales, Tile::wide, stream);
+    default: return launch_simple(plan.args, plan.scales, stream);
+  }
+}
+
+namespace {
 
 struct Hip {
   static void quantize(const Tensor& x, Rounding rounding, const Tensor& codes, const Tensor& scale) {
@@ -109,12 +134,8 @@ struct Hip {
                            shape.n,
                            shape.k};
     const hip::Launch launch(a);
-    switch (quant) {
-      case Quant::mxfp8: return hip::check_launch("mxfp8", launch_mx(args, Scales::packed, a, launch));
-      case Quant::mxfp8_raw: return hip::check_launch("mxfp8_raw", launch_mx(args, Scales::raw, a, launch));
-      case Quant::ptpc: return hip::check_launch("scaled_gemm", launch_simple(args, Scales::ptpc, launch.stream()));
-      case Quant::blockscale: return hip::check_launch("scaled_gemm", launch_simple(args, Scales::blockscale, launch.stream()));
-    }
+    const char* op = quant == Quant::mxfp8 ? "mxfp8" : quant == Quant::mxfp8_raw ? "mxfp8_raw" : "scaled_gemm";
+    hip::check_launch(op, launch_plan(plan_gemm(args, quant, true, a, launch), launch.stream()));
   }
 
   static void linear(const GemmShape& shape, const Tensor& x, const Tensor& b, const Tensor& b_scale, const Bias& bias, Rounding rounding, const Tensor& out) {

@@ -35,6 +35,7 @@ struct GemmArgs {
 };
 
 enum class Scales : int { packed, raw, ptpc, blockscale };
+enum class Form : int { skinny, narrow, wide, simple };  // the kernels below
 
 // mxfp8_simple_gfx950.hip: bf16 MFMA on decoded operands, scales applied outside: every shape, alignment and scale kind.
 hipError_t launch_simple(const GemmArgs& args, Scales scales, hipStream_t stream);

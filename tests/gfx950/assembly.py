@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
 _REGISTER = re.compile(r"^([sva])(?:(\d+)|\[(\d+):(\d+)\])$")
 _NAMED = {
     "vcc": (106, 2),
@@ -55,6 +57,7 @@ class Kernel:
     directives: dict[str, int] = field(default_factory=dict)  # .amdhsa_*
     arguments: list[tuple[int, int, str]] = field(default_factory=list)  # offset, size, value_kind
     metadata: dict[str, int] = field(default_factory=dict)  # vgpr_count, vgpr_spill_count, group_segment_fixed_size, ...
+    encoded: np.ndarray | None = field(default=None, init=False, repr=False, compare=False)  # by interpreter.py
 
     def replaced(self, index: int, text: str) -> "Kernel":
         """The same kernel with one instruction written differently: for planting bugs."""

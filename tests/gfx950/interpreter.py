@@ -88,6 +88,8 @@ class Launch:
     lds_bytes: int | None = None  # dynamic LDS: instead of the kernel's own size
     device: int = 0
     after: "Launch | None" = None  # the launch of the same run that ends before this one starts: a stream
+    delay: int = 0  # instructions that the others execute first, if they can
+    pace: int = 1  # its waves run in one of this many rounds
     trace: int = 0  # program counters to keep per wave of the first workgroup
 
 
@@ -115,7 +117,7 @@ class _Launch(ctypes.Structure):
         ("code", ctypes.c_void_p), ("names", ctypes.c_void_p), ("counters", ctypes.c_void_p), ("trace", ctypes.c_void_p),
         ("trace_length", ctypes.c_void_p), ("trace_capacity", ctypes.c_uint64), ("length", ctypes.c_uint32), ("lds_bytes", ctypes.c_uint32),
         ("scratch_bytes", ctypes.c_uint32), ("user_sgprs", ctypes.c_uint32), ("workgroup_ids", ctypes.c_uint32),
-        ("device", ctypes.c_uint32), ("after", ctypes.c_int32), ("unused", ctypes.c_uint32),
+        ("device", ctypes.c_uint32), ("after", ctypes.c_int32), ("pace", ctypes.c_uint32), ("delay", ctypes.c_uint64),
         ("grid", ctypes.c_uint32 * 3), ("block", ctypes.c_uint32 * 3), ("user_sgpr", ctypes.c_uint32 * 32),
     ]  # fmt: skip
 
@@ -162,12 +164,16 @@ def knows(opcode: str) -> bool:
 
 
 def _encode(kernel: Kernel) -> np.ndarray:
+    """Once per kernel: it takes longer than many a run."""
+    if kernel.encoded is not None:
+        return kernel.encoded
     code = np.zeros(len(kernel.instructions), INST)
     for x, out in zip(kernel.instructions, code, strict=True):
         try:
             _encode_one(x, kernel.labels, out)
         except (KeyError, ValueError) as e:
             raise ValueError(f"assembly line {x.line}: cannot encode `{x.text}`: {e!r}") from e
+    kernel.encoded = code
     return code
 
 
@@ -282,6 +288,7 @@ class Machine:
         d = kernel.directives
         lds = launch.lds_bytes if launch.lds_bytes is not None else d.get("group_segment_fixed_size", 0)
         c.length, c.lds_bytes, c.scratch_bytes, c.device = len(code), lds, d.get("private_segment_fixed_size", 0), launch.device
+        c.pace, c.delay = launch.pace, launch.delay
         sgprs = self._user_sgprs(kernel, kernarg, grid, block)
         c.user_sgprs = len(sgprs)
         c.user_sgpr[: len(sgprs)] = sgprs

@@ -1,4 +1,4 @@
-"""The shipped HIP kernels of csrc/mxfp8/, compiled, and the launches that mxfp8_gfx950.cpp makes of them, on the interpreter."""
+"""The shipped HIP kernels, compiled, and the launches that mxfp8_gfx950.cpp makes of them, on the interpreter."""
 
 import functools
 import struct
@@ -10,7 +10,8 @@ from .assembly import Kernel
 from .interpreter import LATE, Launch, Machine, Schedule, Statistics
 from .toolchain import compile_hip, only
 
-MXFP8 = Path(__file__).parents[2] / "csrc" / "mxfp8"
+CSRC = Path(__file__).parents[2] / "csrc"
+FILES = {"collective": "gemm_ar", "gemm_ar": "gemm_ar"}  # the folder of a file; mxfp8 of all others
 GEMM_KERNELS = {
     "packed 256x256": ("Li2ENS0_12PackedScales", 256),
     "raw 256x256": ("Li2ENS0_9RawScales", 256),
@@ -22,7 +23,7 @@ FLOATS = {np.dtype(np.float32): 0, np.dtype(np.uint16): 1, np.dtype(np.float16):
 
 @functools.cache
 def kernels(file: str, arch: str = "gfx950") -> dict[str, Kernel]:
-    return compile_hip(MXFP8 / f"{file}_gfx950.hip", arch=arch)
+    return compile_hip(CSRC / FILES.get(file, "mxfp8") / f"{file}_gfx950.hip", arch=arch)
 
 
 def gemm_kernel(name: str) -> Kernel:
@@ -71,18 +72,21 @@ def simple(a, b, a_scale, b_scale, out, quant: str, *, bias=None, arch: str = "g
     """quant: packed, raw, ptpc, blockscale. The second argument is struct ByteScales or FloatScales."""
     (m, k), n = a.shape, len(b)
     machine = Machine()
-    packed = quant == "packed"
-    if packed:
+    if quant == "packed":
         a_scale, b_scale = pack_a(a_scale), pack_b(b_scale)
-    pointers = [machine.address(a_scale), machine.address(b_scale)]
-    if quant in ("packed", "raw"):
-        kernel, scales = "ByteScales", struct.pack("<2Q3qBxxxxxxx", *pointers, k // 32, -(-m // 64), -(-n // 32), packed)
-    else:
-        ptpc = quant == "ptpc"
-        kernel, scales = "FloatScales", struct.pack("<2Q3q", *pointers, 1 if ptpc else -(-k // 128), 2**63 - 1 if ptpc else 4, 1 if ptpc else 128)
+    kernel, scales = simple_scales(machine, a_scale, b_scale, quant, m, n, k)
     args = gemm_args(machine, a, b, a_scale, b_scale, bias, out)
     launch = Launch(only(kernels("mxfp8_simple", arch), kernel), (-(-n // 64) * -(-m // 64),), 256, (args, scales))
     return machine.run(launch, schedule=schedule)[0]
+
+
+def simple_scales(machine: Machine, a_scale: np.ndarray, b_scale: np.ndarray, quant: str, m: int, n: int, k: int) -> tuple[str, bytes]:
+    """The name and the content of struct ByteScales or FloatScales."""
+    pointers = [machine.address(a_scale), machine.address(b_scale)]
+    if quant in ("packed", "raw"):
+        return "ByteScales", struct.pack("<2Q3qBxxxxxxx", *pointers, k // 32, -(-m // 64), -(-n // 32), quant == "packed")
+    ptpc = quant == "ptpc"
+    return "FloatScales", struct.pack("<2Q3q", *pointers, 1 if ptpc else -(-k // 128), 2**63 - 1 if ptpc else 4, 1 if ptpc else 128)
 
 
 # The element types of quantize_gfx950.hip as they stand in a symbol.

@@ -30,6 +30,10 @@ int hipGetDeviceCount(int* count) { *count = 0; return no_device; }
 int hipGetDevicePropertiesR0600(void* properties, int device) { return no_device; }
 int hipGetLastError(void) { return no_device; }
 int hipLaunchKernel(void) { return no_device; }
+int hipEventCreateWithFlags(void** event, unsigned flags) { return no_device; }
+int hipEventRecord(void* event, void* stream) { return no_device; }
+int hipEventDestroy(void* event) { return no_device; }
+int hipStreamWaitEvent(void* stream, void* event, unsigned flags) { return no_device; }
 const char* hipGetErrorName(int error) { return "hipErrorNoDevice"; }
 const char* hipGetErrorString(int error) { return "no ROCm-capable device is detected"; }
 int __hipPushCallConfiguration(void) { return no_device; }

@@ -26,6 +26,7 @@ enum Class : u8 {
   kClassSleep,
   kClassCache,
   kClassSmem,
+  kClassTime,
   kClassVmem,
   kClassDs,
   kClassPermute
@@ -163,6 +164,7 @@ inline const Simple kSimple[] = {
     {"s_load_dwordx4", kClassSmem, 4},
     {"s_load_dwordx8", kClassSmem, 8},
     {"s_load_dwordx16", kClassSmem, 16},
+    {"s_memrealtime", kClassTime, 2},
 };
 
 struct Packed {

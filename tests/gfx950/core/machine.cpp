@@ -15,7 +15,8 @@ struct Launch {  // mirrored in interpreter.py
   u64 trace_capacity;
   u32 length, lds_bytes, scratch_bytes, user_sgprs, workgroup_ids, device;
   i32 after;  // the launch that must have ended before (a stream), or -1
-  u32 unused;
+  u32 pace;   // a wave that can run does so in one of this many rounds
+  u64 delay;  // instructions that others execute first
   u32 grid[3], block[3];
   u32 user_sgpr[32];
 };
@@ -86,7 +87,7 @@ struct Workgroup {
                    std::to_string(at) + " waves wait at a barrier that the others have passed by or ended without"};
     for (auto& r : waves) r->state = kRunning, ++r->memory->epoch;
   }
-  void step(int w) {
+  void step(int w, u64 now) {
     Runner& r = *waves[size_t(w)];
     const Launch& l = *launch;
     if (r.wave.pc < 0 || r.wave.pc >= int(l.length)) throw Hazard{"ran-off-the-end", "no instruction here"};
@@ -105,6 +106,7 @@ struct Workgroup {
       case kClassBranch: jump = r.wave.taken(c); break;
       case kClassWait: r.memory->wait(c.in->mod[kVmcnt], c.in->mod[kLgkmcnt]); break;
       case kClassSmem: r.memory->smem(c); break;
+      case kClassTime: r.memory->time(c, now); break;
       case kClassVmem: r.memory->vmem(c); break;
       case kClassDs: r.memory->ds(c, count); break;
       case kClassPermute: r.memory->permute(c); break;
@@ -164,7 +166,8 @@ class Machine {
     for (int i = 0; i < n_; ++i) {
       const int after = launches_[i].after;
       if (after >= 0 && !finished(after)) continue;
-      if (after >= 0 && next_[size_t(i)] == 0) release(launches_[i].device), acquire(launches_[i].device);
+      if (steps_ < launches_[i].delay && !live_.empty()) continue;
+      if (after >= 0 && next_[size_t(i)] == 0) boundary(launches_[i].device);
       for (i64 free = policy_.resident - in_flight(i); free > 0 && next_[size_t(i)] < workgroups(i); --free) start(i);
     }
     return !live_.empty();
@@ -177,15 +180,14 @@ class Machine {
   i64 in_flight(int launch) const {
     return std::count_if(live_.begin(), live_.end(), [&](const auto& w) { return w->launch == &launches_[launch]; });
   }
-  void release(
-      u32 device) {  // the end of a kernel is a release at system scope; here it comes when the other kernels have ended too
+  // Between two kernels of a stream: the first is released and the second acquires, as far as the device.
+  void boundary(u32 device) {
+    for (auto& [key, l2] : l2_)
+      if (key.first == device) Path(memory, {nullptr, &l2, &device_[device]}).writeback(kAgentScope), l2.drop_clean();
+  }
+  void release(u32 device) {  // at the end of a run everything is visible to everyone
     for (auto& [key, l2] : l2_)
       if (key.first == device) Path(memory, {nullptr, &l2, &device_[device]}).writeback(kSystemScope);
-  }
-  void acquire(u32 device) {  // the start of a kernel
-    for (auto& [key, l2] : l2_)
-      if (key.first == device) l2.drop_clean();
-    device_[device].drop_clean();
   }
   void start(int launch) {
     const u64 index = next_[size_t(launch)]++;
@@ -201,7 +203,8 @@ class Machine {
         if (w->waves[size_t(i)]->state == kRunning) turns.push_back({w.get(), i});
     if (policy_.order == 1) std::reverse(turns.begin(), turns.end());
     if (policy_.order == 2) std::shuffle(turns.begin(), turns.end(), random_);
-    for (auto& [w, i] : turns) turn(*w, i);
+    for (auto& [w, i] : turns)
+      if (w->launch->pace <= 1 || random_() % w->launch->pace == 0) turn(*w, i);
     for (auto& w : live_) {
       where(int(w->launch - launches_), w->waves[0]->wave.pc - 1, 0, w->id);
       w->release_barrier();
@@ -219,7 +222,7 @@ class Machine {
       where(int(w.launch - launches_), r.wave.pc, i, w.id);
       if (policy_.retire == Policy::kRandom) r.memory->drift(random_);
       const bool sleep = r.wave.pc < int(w.launch->length) && (*w.code)[size_t(r.wave.pc)].cls == kClassSleep;
-      w.step(i);
+      w.step(i, steps_);
       if (++steps_ > policy_.budget) throw Hazard{"no-progress", std::to_string(policy_.budget) + " instructions and not done"};
       if (sleep) break;
     }

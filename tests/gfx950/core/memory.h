@@ -66,21 +66,39 @@ struct Cache {
   struct Line {
     u8 data[kLine];
     u64 valid = 0, dirty = 0;  // one bit per byte; dirty implies valid
+    u64 seen_drops = 0;
   };
-  std::unordered_map<u64, Line> lines;
 
   Line* find(u64 addr) {
-    const auto it = lines.find(addr / kLine);
-    return it == lines.end() ? nullptr : &it->second;
+    const auto it = lines_.find(addr / kLine);
+    return it == lines_.end() ? nullptr : current(it->second);
   }
   void set(u64 addr, u8 byte, bool dirty) {
-    Line& l = lines[addr / kLine];
+    Line& l = *current(lines_[addr / kLine]);
     const u64 bit = 1ull << addr % kLine;
+    if (dirty && !l.dirty) dirty_.push_back(addr / kLine);
     l.data[addr % kLine] = byte, l.valid |= bit, l.dirty = dirty ? l.dirty | bit : l.dirty & ~bit;
   }
-  void drop_clean() {
-    for (auto& [line, l] : lines) l.valid = l.dirty;
+  void drop_clean() { ++drops_; }
+  // Calls f(address, byte) for what is dirty, which then is no longer.
+  template <class F>
+  void clean(F f) {
+    for (const u64 line : dirty_)
+      for (Line& l = *current(lines_[line]); l.dirty; l.dirty &= l.dirty - 1) {
+        const u64 i = u64(__builtin_ctzll(l.dirty));
+        f(line * kLine + i, l.data[i]);
+      }
+    dirty_.clear();
   }
+
+ private:
+  Line* current(Line& l) {  // drops happen when a line is next looked at
+    if (l.seen_drops != drops_) l.valid = l.dirty, l.seen_drops = drops_;
+    return &l;
+  }
+  std::unordered_map<u64, Line> lines_;
+  std::vector<u64> dirty_;  // lines that have been dirty since the last clean()
+  u64 drops_ = 0;
 };
 
 // One workgroup's way to memory. `caches` from the nearest to the farthest; empty: memory is reached at once.
@@ -141,9 +159,7 @@ class Path {
     else memory_.write(a, 1, &byte);
   }
   void push(size_t c) {  // what is dirty in one cache moves outwards by one
-    for (auto& [line, l] : caches_[c]->lines)
-      for (u64 i = 0; l.dirty; ++i, l.dirty &= ~(1ull << (i - 1)))
-        if (l.dirty >> i & 1) store_at(c + 1, line * Cache::kLine + i, l.data[i]);
+    caches_[c]->clean([&](u64 addr, u8 byte) { store_at(c + 1, addr, byte); });
   }
 
   Memory& memory_;

@@ -102,6 +102,16 @@ class WaveMemory {
     push(lgkm_, std::move(t));
   }
 
+  // The clock: it counts the instructions that the machine has executed.
+  void time(const Code& c, u64 now) {
+    auto t = start(c, Transfer::kScalar);
+    t->registers = c.what, t->dst = c.in->op[0];
+    t->data[0][0] = u32(now), t->data[1][0] = u32(now >> 32);
+    w_.check(t->dst, t->registers);
+    w_.pend(t->dst, t->registers, 1);
+    push(lgkm_, std::move(t));
+  }
+
   void ds(const Code& c, Counters& count) {
     const Inst& in = *c.in;
     const DsOp& op = *c.ds;
@@ -301,6 +311,7 @@ class WaveMemory {
     t.applied = true;
     if (t.kind == Transfer::kNothing) return;
     if (t.kind == Transfer::kWriteback) return memory_.writeback(t.scope);
+    if (t.code->cls == kClassTime) return w_.s[t.dst.index] = t.data[0][0], void(w_.s[t.dst.index + 1] = t.data[1][0]);
     if (t.kind == Transfer::kScalar)
       return memory_.read(t.addr[0], 4 * t.registers, reinterpret_cast<u8*>(&w_.s[t.dst.index]), kWaveScope);
     for (int l = 0; l < kLanes; ++l) {

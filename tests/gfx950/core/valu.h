@@ -33,6 +33,7 @@ inline const AluOp kValu[] = {
     ROW("v_bfe_u32", "u=uuu", bfe(a, b, c, false)),
     ROW("v_bfe_i32", "u=uuu", bfe(a, b, c, true)),
     ROW("v_bitop3_b32", "u=uuu", truth(u64(x.in->mod[kBitop3]), a, b, c)),
+    ROW("v_bitop3_b16", "u=uuu", 0x5a5a0000 | (truth(u64(x.in->mod[kBitop3]), a, b, c) & 0xffff)),  // nobody says what becomes of the high half
     ROW("v_perm_b32", "u=uuu", perm_bytes(a, b, c)),
     ROW("v_alignbit_b32", "u=uuu", ((a << 32) | b) >> (c & 31)),
     ROW("v_alignbyte_b32", "u=uuu", ((a << 32) | b) >> (8 * (c & 3))),
@@ -134,6 +135,8 @@ inline const AluOp kValu[] = {
     ROW("v_sub_f16", "h=hh", to_f16(h16(a) - h16(b))),
     ROW("v_mul_f16", "h=hh", to_f16(h16(a) * h16(b))),
     ROW("v_fma_f16", "h=hhh", to_f16(float(double(h16(a)) * h16(b) + h16(c)))),
+    // Sources that are halves (op_sel_hi) are not modelled: NaN.
+    ROW("v_fma_mixlo_f16", "u=fff", half(x, x.in->mod[kOpSelHi] > 0 ? 0x7e00 : to_f16(float(double(f32(a)) * f32(b) + f32(c))))),
     ROW("v_max_f16", "h=hh", to_f16(std::fmax(h16(a), h16(b)))),
     ROW("v_min_f16", "h=hh", to_f16(std::fmin(h16(a), h16(b)))),
     ROW("v_add_f64", "d=dd", bits(f64(a) + f64(b))),

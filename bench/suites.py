@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
 import mori_ops
 from bench.timing import COLD_BYTES, Arm, Case, Goal, copies_of
@@ -211,7 +215,18 @@ def _gr_case(ntok: int, device: str, *, fused: bool) -> Case:
 
 
 GATHER = "gather + einsum per token"
-SDPA = "SDPA causal, dequantised"
+SDPA, CUDNN, FLEX = "SDPA causal, dequantised", "cuDNN SDPA causal, dequantised", "flex_attention causal, dequantised"
+TRITON = "Triton int8 KV"
+
+
+@functools.cache
+def _compiled_flex() -> Callable[..., Any]:
+    return torch.compile(flex_attention)
+
+
+@functools.cache
+def _causal_blocks(tokens: int, device: str) -> BlockMask:
+    return create_block_mask(lambda b, h, i, j: i >= j, None, None, tokens, tokens, device=device)
 
 
 def qsa_flash(device: str) -> Iterator[Callable[[], Case]]:
@@ -254,12 +269,32 @@ def _qsa_case(tokens: int, position: int, device: str) -> Case:
     def sdpa(dense):
         return F.scaled_dot_product_attention(q.transpose(0, 1)[None], *dense, is_causal=True, enable_gqa=True)
 
+    def cudnn(dense):
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return sdpa(dense)
+
+    def flex(dense):
+        return _compiled_flex()(q.transpose(0, 1)[None], *dense, block_mask=_causal_blocks(tokens, device), enable_gqa=True)
+
+    def triton(kv):
+        from bench import qsa_triton  # triton comes with torch for CUDA only
+
+        return qsa_triton.qsa_flash(q, kv[0], kv[1], ids, k_scale=kv[2], v_scale=kv[3])
+
     arms = [Arm("mori.qsa_flash", ours, caches)]
     goals = []
     if position == 0:
         dense = tuple(reference.kv_dequantize(c, s).to(dtype).transpose(0, 1)[None] for c, s in (cache[::2], cache[1::2]))
-        arms.append(Arm(SDPA, sdpa, [tuple(t.clone() for t in dense) for _ in caches]))
-        goals = [Goal((SDPA,), 1.2)] if tokens == 1984 and device == "cpu" else []
+        peers = {SDPA: sdpa} if device == "cpu" else {SDPA: sdpa, CUDNN: cudnn, FLEX: flex}
+        dense_caches = [tuple(t.clone() for t in dense) for _ in caches]
+        arms += [Arm(name, call, dense_caches) for name, call in peers.items()]
+        if device == "cuda":
+            goals = [Goal(tuple(peers), 1.0, "cold")]
+        elif tokens == 1984:
+            goals = [Goal((SDPA,), 1.2)]
+    elif device == "cuda" and tokens >= 96:
+        arms.append(Arm(TRITON, triton, caches))
+        goals = [Goal((TRITON,), 2.4, "cold")] if tokens == 1984 else []
     elif tokens <= 96:
         arms.append(Arm(GATHER, gather, caches))
         goals = [Goal((GATHER,), 4.0)] if tokens == 96 and device == "cpu" else []

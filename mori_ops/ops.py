@@ -211,7 +211,7 @@ def qsa_flash(
         ``[T, Hq, D]`` of ``out_dtype``.
 
     Raises:
-        IndexError: an id is not below the number of cells (CPU; devices treat it as empty, ``mps`` with ``MORI_CHECK_IDS=1`` raises).
+        IndexError: an id is not below the number of cells (CPU; devices treat it as empty; with ``MORI_CHECK_IDS=1`` they raise).
     """
     return _ops.qsa_flash(
         q, k, v, ids, k_scale=k_scale, v_scale=v_scale, gate=gate, sm_scale=sm_scale, out_dtype=out_dtype

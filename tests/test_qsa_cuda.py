@@ -6,6 +6,7 @@ Skipped where there is no CUDA device, or no CUDA backend in the build.
 from __future__ import annotations
 
 import math
+import shutil
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 import mori_ops
 from tests import cases
 from tests.cases import same_bits
+from tests.test_cuda_runtime import in_a_fresh_process
 from tests.test_qsa import KV_DTYPES, cache, expected, poison, queries
 
 pytestmark = pytest.mark.skipif(
@@ -23,10 +25,10 @@ pytestmark = pytest.mark.skipif(
 # A 16-bit output may come from probabilities and V scales in fp16: two more roundings of fp16's size.
 TOLERANCE = cases.RELATIVE_L2 | {torch.float16: 4e-4, torch.float32: 1e-5}
 # The model's heads, then groups of one to three tiles of 16 rows, an odd number of KV heads, and every D.
-HEADS = [(24, 2, 256), (8, 1, 256), (25, 1, 128), (12, 1, 128), (14, 2, 64), (3, 3, 64), (40, 1, 64)]
+HEADS = [(24, 2, 256), (8, 1, 256), (40, 2, 256), (25, 1, 128), (12, 1, 128), (14, 2, 64), (3, 3, 64), (40, 1, 64)]
 SEED_PROMPTS = [
     (96, 0), (96, 1984), (96, 2050), (1, 0), (64, 1987), (200, 1900), (1, 2050), (1, 2051), (3, 2049), (33, 30000),
-    (512, 0), (1024, 0), (1984, 0), (96, 30000), (512, 30000), (1984, 30000),
+    (512, 0), (1024, 0), (1984, 0), (96, 30000), (512, 30000), (1024, 30000), (1984, 30000),
 ]  # fmt: skip
 
 
@@ -89,6 +91,16 @@ def test_any_token_and_slot_count(tokens: int, slots: int) -> None:
     check(flash(q, ids, **kv), expected(q, ids, **kv))
 
 
+@pytest.mark.parametrize("tokens", [1, 8, 9])
+@pytest.mark.parametrize("slots", [1, 17, 144, 145, 1000, 2304, 2305, 5000])
+def test_any_slot_count_of_a_verify_window(tokens: int, slots: int) -> None:
+    """One CTA holds 144 slots, a cluster of them 2304."""
+    q, kv, ids = queries(tokens, 24, 256, torch.bfloat16), cache(6000, 2, 256), cases.selected_ids(tokens, slots, 6000, empty=0.05)
+    result = flash(q, ids, **kv)
+    check_some(result, q, ids, **kv)
+    assert same_bits(result, flash(q, ids, **kv))
+
+
 @pytest.mark.parametrize("sm_scale", [0.0, 1e-3, 0.5, -0.3])
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_any_softmax_scale(sm_scale: float, dtype: torch.dtype) -> None:
@@ -108,11 +120,11 @@ def test_query_of_any_magnitude(tokens: int, magnitude: float) -> None:
 
 
 @pytest.mark.parametrize("dim", [64, 256])
-@pytest.mark.parametrize("prefix", [False, True])
-def test_scales_of_any_size(prefix: bool, dim: int) -> None:
+@pytest.mark.parametrize("slots, prefix", [(40, False), (170, False), (170, True)])
+def test_scales_of_any_size(slots: int, prefix: bool, dim: int) -> None:
     """Subnormal, huge, and mixed by 2^20 inside one token: groups of their own, so each shows in the result."""
-    q, kv = queries(70, 6, dim, torch.bfloat16), cache(90, 2, dim)
-    ids = cases.prompt_ids(70, 20) if prefix else cases.selected_ids(70, 40, 90)
+    q, kv = queries(150, 6, dim, torch.bfloat16), cache(170, 2, dim)
+    ids = cases.prompt_ids(150, 20) if prefix else cases.selected_ids(150, slots, 170)
     sizes = {
         "subnormal": (torch.randint(1, 1024, kv["v_scale"].shape) * 2.0**-24).half(),
         "huge": torch.empty(kv["v_scale"].shape).uniform_(2.0**14, 65504.0).half(),
@@ -134,11 +146,11 @@ def test_scales_of_any_size(prefix: bool, dim: int) -> None:
 
 
 @pytest.mark.parametrize("kv_dtype", KV_DTYPES)
-@pytest.mark.parametrize("tokens", [1, 40])
-def test_unselected_cells_never_reach_the_output(tokens: int, kv_dtype: torch.dtype) -> None:
-    q, kv, ids = queries(tokens, 6, 64, torch.bfloat16), cache(300, 2, 64, kv_dtype), cases.selected_ids(tokens, 70, 149, empty=0.3) * 2 + 1
+@pytest.mark.parametrize("tokens, slots, dim", [(1, 70, 64), (40, 70, 64), (1, 70, 256), (4, 300, 256), (20, 70, 256), (20, 200, 256)])
+def test_unselected_cells_never_reach_the_output(tokens: int, slots: int, dim: int, kv_dtype: torch.dtype) -> None:
+    q, kv, ids = queries(tokens, 6, dim, torch.bfloat16), cache(800, 2, dim, kv_dtype), cases.selected_ids(tokens, slots, 399, empty=0.3) * 2 + 1
     ids[ids < 0] = -1
-    assert same_bits(flash(q, ids, **poison(kv, torch.arange(0, 300, 2))), flash(q, ids, **kv))  # cell 0 among them
+    assert same_bits(flash(q, ids, **poison(kv, torch.arange(0, 800, 2))), flash(q, ids, **kv))  # cell 0 among them
 
 
 @pytest.mark.parametrize("hq, hkv, dim", [(24, 2, 256), (5, 1, 64)])
@@ -153,9 +165,9 @@ def test_a_later_token_of_a_prompt_does_not_leak_into_an_earlier_one(hq: int, hk
 
 
 @pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
-@pytest.mark.parametrize("tokens", [3, 50])
-def test_ids_beyond_the_cells_are_empty_and_never_read(tokens: int, id_dtype: torch.dtype) -> None:
-    q, kv, ids = queries(tokens, 12, 256, torch.bfloat16), cache(200, 1, 256), cases.selected_ids(tokens, 130, 200)
+@pytest.mark.parametrize("tokens, slots", [(3, 130), (50, 130), (50, 190), (150, 190)])
+def test_ids_beyond_the_cells_are_empty_and_never_read(tokens: int, slots: int, id_dtype: torch.dtype) -> None:
+    q, kv, ids = queries(tokens, 12, 256, torch.bfloat16), cache(200, 1, 256), cases.selected_ids(tokens, slots, 200)
     wild = ids.to(id_dtype)
     wild[ids < 0] = torch.tensor([200, 2**31 - 1, -(2**31), 201]).to(id_dtype)[torch.randint(0, 4, (int((ids < 0).sum()),))]
     if id_dtype == torch.int64:
@@ -163,10 +175,21 @@ def test_ids_beyond_the_cells_are_empty_and_never_read(tokens: int, id_dtype: to
     assert same_bits(flash(q, wild, **kv), flash(q, ids, **kv))
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 200])
-def test_a_row_without_a_cell_is_exactly_zero(tokens: int) -> None:
-    q, kv, ids = queries(tokens, 4, 64, torch.bfloat16), cache(90, 2, 64), cases.selected_ids(tokens, 40, 90)
-    gate = torch.zeros(tokens, 4, 64)
+@pytest.mark.parametrize("id_dtype", [torch.int32, torch.int64])
+def test_ids_beyond_the_cells_raise_where_the_switch_is_set(id_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MORI_CHECK_IDS", "1")
+    q, kv, ids = queries(3, 4, 64), cache(90, 2, 64), cases.selected_ids(3, 40, 90).to(id_dtype)
+    assert flash(q, ids, **kv).isfinite().all()
+    ids[1, 5] = 90
+    for op, call in (("qsa_flash", flash), ("qsa_attn", split)):
+        with pytest.raises(IndexError, match=f"{op}: ids holds 90, but k holds 90 cells"):
+            call(q, ids, **kv)
+
+
+@pytest.mark.parametrize("tokens, slots, dim", [(1, 40, 64), (5, 40, 64), (200, 40, 64), (5, 40, 256), (20, 150, 256), (200, 150, 256)])
+def test_a_row_without_a_cell_is_exactly_zero(tokens: int, slots: int, dim: int) -> None:
+    q, kv, ids = queries(tokens, 4, dim, torch.bfloat16), cache(160, 2, dim), cases.selected_ids(tokens, slots, 160)
+    gate = torch.zeros(tokens, 4, dim)
     full = flash(q, ids, gate=gate, **kv)
     for rows in ([tokens // 2], list(range(tokens))):
         holes, poisoned = ids.clone(), gate.clone()
@@ -174,8 +197,8 @@ def test_a_row_without_a_cell_is_exactly_zero(tokens: int) -> None:
         out = flash(q, holes, gate=poisoned, **kv)
         merged = split(q, holes, gate=poisoned, **kv)
         kept = [t for t in range(tokens) if t not in rows]
-        assert same_bits(out[rows].float(), torch.zeros(len(rows), 4, 64, device="cuda"))
-        assert same_bits(merged[rows], torch.zeros(len(rows), 4, 64, device="cuda"))
+        assert same_bits(out[rows].float(), torch.zeros(len(rows), 4, dim, device="cuda"))
+        assert same_bits(merged[rows], torch.zeros(len(rows), 4, dim, device="cuda"))
         assert same_bits(out[kept], full[kept])
 
 
@@ -196,7 +219,7 @@ def test_empty_calls_give_empty_or_zero_results(tokens: int, slots: int, cells: 
 
 
 @pytest.mark.parametrize("change", ["none", "hole", "swap", "duplicate", "late", "short", "int64"])
-@pytest.mark.parametrize("tokens, position", [(96, 0), (70, 300)])
+@pytest.mark.parametrize("tokens, position", [(96, 0), (160, 0), (140, 300)])
 def test_prompts_that_are_almost_a_prefix(tokens: int, position: int, change: str) -> None:
     q, kv, ids = queries(tokens, 24, 256, torch.bfloat16), cache(position + tokens + 5, 2, 256), cases.prompt_ids(tokens, position)
     if change == "hole":
@@ -272,11 +295,11 @@ def test_offsets_beyond_2_gib_in_a_large_pool(tokens: int) -> None:
     assert same_bits(flash(q, ids, **apart), flash(q, ids, **small))
 
 
-@pytest.mark.parametrize("tokens", [1, 8, 60])
+@pytest.mark.parametrize("tokens", [1, 8, 60, 150])
 def test_a_replay_follows_the_ids(tokens: int) -> None:
     """The routes that depend on what the ids hold are taken on the device: a graph replayed over other ids is right."""
-    kv = {name: t.cuda() for name, t in cache(200, 2, 256).items()}
-    q, ids = queries(tokens, 24, 256, torch.bfloat16), cases.selected_ids(tokens, tokens + 60, 200)
+    kv = {name: t.cuda() for name, t in cache(tokens + 140, 2, 256).items()}
+    q, ids = queries(tokens, 24, 256, torch.bfloat16), cases.selected_ids(tokens, tokens + 60, tokens + 140)
     on_gpu = ids.cuda()
     flash(q, on_gpu, **kv)
     graph, query = torch.cuda.CUDAGraph(), q.cuda()
@@ -298,3 +321,22 @@ def test_refused_arguments_write_nothing() -> None:
     with pytest.raises(ValueError, match="qsa_flash: ids must be on the same device as q"):
         torch.ops.mori.qsa_flash.out(q, kv["k"], kv["v"], ids.cpu(), k_scale=kv["k_scale"], v_scale=kv["v_scale"], out=out)
     assert (out == 7).all()
+
+
+EVERY_ROUTE = """
+import torch
+from tests import cases
+from tests.test_qsa_cuda import flash
+from tests.test_qsa import cache, queries
+# A cluster of one CTA and of several; prefixes, and rows that are none; parts of a token merged, with and without a dense attempt.
+for tokens, slots, cells, dim, prefix in ((3, 70, 90, 256, False), (1, 500, 600, 256, False), (140, 150, 150, 256, True), (130, 150, 160, 256, False), (12, 130, 150, 64, False)):
+    ids = cases.prompt_ids(tokens, cells - tokens, slots) if prefix else cases.selected_ids(tokens, slots, cells)
+    flash(queries(tokens, 24, dim, torch.bfloat16), ids, **cache(cells, 2, dim))
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.skipif(shutil.which("compute-sanitizer") is None, reason="no compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_compute_sanitizer_finds_nothing_in_any_route(tool: str) -> None:
+    in_a_fresh_process(EVERY_ROUTE, command=("compute-sanitizer", f"--tool={tool}", "--error-exitcode=1"))

@@ -58,7 +58,12 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t local, uint32_t ran
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(remote) : "r"(local), "r"(rank));
   return remote;
 }
-// Stores 16 bytes into another CTA; its mbarrier counts them.
+// Stores 8 or 16 bytes into another CTA; its mbarrier counts them.
+__device__ __forceinline__ void st_async(uint32_t remote, float2 value, uint32_t remote_barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.b32 [%0], {%1, %2}, [%3];" ::"r"(remote), "r"(__float_as_uint(value.x)),
+               "r"(__float_as_uint(value.y)), "r"(remote_barrier)
+               : "memory");
+}
 __device__ __forceinline__ void st_async(uint32_t remote, float4 value, uint32_t remote_barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(remote),
                "r"(__float_as_uint(value.x)), "r"(__float_as_uint(value.y)), "r"(__float_as_uint(value.z)), "r"(__float_as_uint(value.w)),

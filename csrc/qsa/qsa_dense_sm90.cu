@@ -1,12 +1,14 @@
 // qsa_flash for int8 KV, D 256, where the tokens' cells are simply 0 .. n-1, as in the first prompt of a sequence: dense attention.
 //
-// A CTA of four warpgroups owns 48 query rows of one KV head: the group's heads of a few neighbouring tokens, which share every cell.
-// It first reads its tokens' ids. If each row is 0 .. n-1 and then empty, it computes them; if not, or if a scale is too large for
-// fp16 codes or not finite, it leaves the tokens to the sparse kernel that follows, through `status`. No host sync, graph-safe.
-// Tiles of 256 cells: S^T = K Q^T (warpgroup w scores cells 64 w ..), O^T = V^T P^T (warpgroup w owns dims 64 w ..), both wgmma
-// m64n48k16 fp16, the codes converted and scaled in registers (one rounding of 2^-11). K of the next tile arrives during the softmax
-// and P V, V during Q K. Bound by latency and issue slots (50 %): 299 us at T 1984 (H200). Lost: 24 rows and two CTAs a multiprocessor
-// (the conversions serve half as many rows: 530 us).
+// A CTA owns up to 128 query rows of one KV head: the group's heads of a few neighbouring tokens, which share every cell. It first reads
+// its tokens' ids. If each row is 0 .. n-1 and then empty, it computes them; if not, or if a scale is too large for fp16 codes or not
+// finite, it leaves the tokens to the sparse kernel that follows, through `status`. No host sync, graph-safe.
+// Three warpgroups over tiles of 64 cells, two stages:
+//   a producer brings the codes and writes them as fp16, times their scales (one rounding of 2^-11), into swizzled shared memory
+//   two consumers of 64 rows: S = Q K^T (wgmma m64n64k16), P = 2^(S - m), O += P V (m64n256k16, P in registers, V read transposed);
+//   the scores of a tile are multiplied while the values of the one before are, and weighed meanwhile.
+// Bound by shared memory: 320 KB a tile, 2560 cycles where the products need 2048; it takes about 4300 (H200). Lost: codes converted in
+// registers as the products' first operand, for 48 query rows (every row converts them again: 299 us at T 1984, now 192).
 #include "../common/launch_sm90.cuh"
 #include "../common/tma_sm90.cuh"
 #include "qsa_tensor_sm90.cuh"
@@ -18,68 +20,49 @@ namespace {
 using namespace sm90;
 
 constexpr int kDim = 256, kGroups = kDim / 64;
-constexpr int kRows = 48;      // query rows of a CTA: columns of the products
-constexpr int kBlocks = kRows / 8;
-constexpr int kWarpgroups = 4, kWarps = 4 * kWarpgroups, kThreads = 32 * kWarps;
-constexpr int kCells = 64 * kWarpgroups;  // of a tile
+constexpr int kRows = 128;  // query rows of a CTA
+constexpr int kCells = 64;  // of a tile
+constexpr int kStages = 2;
+constexpr int kThreads = 384, kProducers = 128, kConsumers = kThreads - kProducers;
+constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // of a thread; at launch 168
+constexpr int kPieces = kCells * kDim / 16 / kProducers;  // of 16 codes, of a producer thread and tile of K or V
 constexpr uint32_t kLargestScale = 0x6000;  // fp16 bits of 512: 127 times it is a finite fp16
 
-struct Shared {
-  alignas(128) uint8_t k[kCells][kDim];   // 16-byte chunk ^ 4 (row & 1)
-  alignas(128) uint8_t v[kCells][kDim];   // 16-byte chunk ^ (row & 7)
-  alignas(128) __half q[kDim / 16][2][kBlocks][8][8];    // [k16][k half][n block][n][k], dims permuted within 64 like the K words
-  alignas(128) __half p[kCells / 16][2][kBlocks][8][8];  // [k16][k half][n block][k][n]
-  alignas(16) __half k_scale[kCells][kGroups], v_scale[kCells][kGroups];
-  float most[kWarps][kRows];                  // per warp: maxima, then sums
-  float factor[kRows];
-  int count[kRows], past[kRows];          // of each token: cells, and the slot after the last of them
-  int cells[kRows];                       // n of each token, -1 when its row is no prefix
-  int limit[kRows];                       // n of each query row
-};
-static_assert(sizeof(Shared) + 128 <= 227 * 1024, "shared memory of a multiprocessor");
+using Block = __half[64];  // a row of 128 bytes: 64 dims, 16-byte chunk ^ (row & 7)
 
-// Q rows in fp16, each times a power of two that brings its largest value into [2^7, 2^8): 8 threads a row, 32 dims each.
-__device__ __forceinline__ void load_q(Shared& s, const AttnArgs& args, int64_t first_token, int tokens, int group, int kv_head) {
-  const int n = threadIdx.x / 8, part = threadIdx.x % 8, token = n / group;
-  if (n >= kRows) return;  // whole warps
-  const bool real = token < tokens;
-  const char* row = args.q.data + (first_token + token) * args.q.stride + (static_cast<int64_t>(kv_head) * group + n % group) * args.q.head_stride;
-  float value[4][8] = {}, top = 0.0f;
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if (real) load8(value[i], row, args.q_type, part * 32 + i * 8);
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-#pragma unroll
-    for (float v : value[i]) top = fmaxf(top, fabsf(v));
-  for (int offset = 1; offset < 8; offset *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, offset));
-  const int exponent = exponent_of(top), up = 8 - exponent;
-  const float half = ldexpf(args.sm_scale < 0 ? -1.0f : 1.0f, up / 2), rest = ldexpf(1.0f, up - up / 2);  // 2^157 is no fp32 number
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-#pragma unroll
-    for (int j = 0; j < 8; j += 4) {
-      const int dim = part * 32 + i * 8 + j, step = dim / 64 * 4 + dim / 4 % 4, column = dim / 16 % 4 * 2;
-      const float* v = &value[i][j];
-      *reinterpret_cast<uint32_t*>(&s.q[step][0][n / 8][n % 8][column]) = pack_half2(v[0] * half * rest, v[2] * half * rest);
-      *reinterpret_cast<uint32_t*>(&s.q[step][1][n / 8][n % 8][column]) = pack_half2(v[1] * half * rest, v[3] * half * rest);
-    }
-  if (part == 0) s.limit[n] = real ? s.cells[token] : 0;
-  if (part == 0) s.factor[n] = isfinite(top) ? score_factor(args.sm_scale, exponent - 8) : __int_as_float(0x7fc00000);
+struct Shared {
+  alignas(1024) Block q[kGroups][kRows];
+  alignas(1024) Block k[kStages][kGroups][kCells], v[kStages][kGroups][kCells];
+  uint4 codes[2][kPieces][kProducers];  // of K and V on their way: each producer thread's own
+  float factor[kRows];
+  int cells[kRows];  // n of each token, -1 when its row is no prefix
+  uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+  int bad;  // a scale does not allow fp16 products
+};
+static_assert(sizeof(Shared) + 1024 <= 227 * 1024, "shared memory of a multiprocessor");
+
+// False where a row's first slot shows already that it is no prefix: cheap, for prompts that select.
+template <class Id>
+__device__ __forceinline__ bool may_be_prefixes(const AttnArgs& args, int64_t first_token, int tokens) {
+  bool possible = true;
+#pragma unroll 1
+  for (int token = threadIdx.x % 32; token < tokens; token += 32) {
+    const Id id = __ldg(static_cast<const Id*>(args.ids) + (first_token + token) * args.slots);
+    possible &= id <= 0 || id >= args.cells;
+  }
+  return __all_sync(~0u, possible);
 }
 
-// The number of cells of each token if its row is 0 .. n-1 and then empty, else -1. Warps share the rows' slots; all loads of a warp's
-// piece are in flight together.
+// The number of cells of each token if its row is 0 .. n-1 and then empty, else -1. A warp a token.
 template <class Id>
 __device__ __forceinline__ void classify(Shared& s, const AttnArgs& args, int64_t first_token, int tokens) {
   constexpr int kLoads = 16;
   const int lane = threadIdx.x % 32, slots = static_cast<int>(args.slots);
-  const int per_token = max(1, kWarps / tokens), token0 = threadIdx.x / 32 / per_token, piece0 = threadIdx.x / 32 % per_token;
-  for (int token = token0; token < tokens; token += max(1, kWarps / per_token)) {
+  for (int token = threadIdx.x / 32; token < tokens; token += kThreads / 32) {
     const Id* row = static_cast<const Id*>(args.ids) + (first_token + token) * args.slots;
     int count = 0, past = 0;  // cells, and the slot after the last of them
     bool prefix = true;
-    for (int start = piece0 * 32 * kLoads; start < slots && __all_sync(~0u, prefix); start += per_token * 32 * kLoads) {
+    for (int start = 0; start < slots && __all_sync(~0u, prefix); start += 32 * kLoads) {
       Id id[kLoads];
 #pragma unroll
       for (int i = 0; i < kLoads; ++i) id[i] = start + i * 32 + lane < slots ? __ldg(row + start + i * 32 + lane) : -1;
@@ -92,219 +75,319 @@ __device__ __forceinline__ void classify(Shared& s, const AttnArgs& args, int64_
         ++count;
       }
     }
+    prefix = __all_sync(~0u, prefix);
     count = __reduce_add_sync(~0u, count), past = __reduce_max_sync(~0u, past);
-    if (!__all_sync(~0u, prefix)) past = 1 << 30;  // as if cells were missing before it
-    if (lane == 0) atomicAdd(&s.count[token], count), atomicMax(&s.past[token], past);
+    if (lane == 0) s.cells[token] = prefix && count == past ? count : -1;
   }
 }
 
-// Requests a tile of K or V; cells past the longest row are zeros.
-__device__ __forceinline__ void copy(const DeviceRows& codes, const DeviceRows& scales, int kv_head, int tile, int cells, uint8_t (&target)[kCells][kDim],
-                                     __half (&scale_target)[kCells][kDim / 64], bool value) {
-  constexpr int kChunks = kDim / 16, kStep = kThreads / kChunks;
-  const int chunk = threadIdx.x % kChunks, row = threadIdx.x / kChunks, left = cells - tile * kCells;
-  const char* source = codes.data + kv_head * codes.head_stride + chunk * 16 + static_cast<int64_t>(tile * kCells) * codes.stride;
-  asm volatile("" : "+l"(source));  // one wide multiply-add per copy: the sum is not taken apart
-  const uint32_t stride = static_cast<uint32_t>(codes.stride);
-  const uint32_t to = smem_address(&target[row][(chunk ^ (value ? row & 7 : (row & 1) << 2)) * 16]);  // kStep is a multiple of 8
-#pragma unroll
-  for (int j = 0; j < kCells / kStep; ++j) {
-    const uint32_t at = j * kStep + row;
-    cp_async<16>(to + j * kStep * kDim, source + static_cast<uint64_t>(at) * stride, static_cast<int>(at) < left);
-  }
-  if (threadIdx.x < kCells)
-    cp_async<kDim / 32>(smem_address(scale_target[threadIdx.x]),
-                        scales.data + kv_head * scales.head_stride + static_cast<int64_t>(tile * kCells + min(static_cast<int>(threadIdx.x), left - 1)) * scales.stride,
-                        static_cast<int>(threadIdx.x) < left);
-  cp_async_commit();
-}
+// Q rows on their way: 8 consumer threads a row, 32 dims each.
+struct Queries {
+  static constexpr int kStep = kConsumers / 8;
+  uint4 raw[kRows / kStep][4];
 
-// Whether one of this thread's scales, which it copied itself, does not allow fp16 products.
-__device__ __forceinline__ bool too_large(const __half (&scale)[kCells][kDim / 64]) {
-  bool bad = false;
-  if (threadIdx.x < kCells)
+  __device__ __forceinline__ void request(const AttnArgs& args, int thread, int64_t first_token, int tokens, int group, int kv_head) {
 #pragma unroll
-    for (int g = 0; g < kDim / 64; ++g) bad |= (__half_as_ushort(scale[threadIdx.x][g]) & 0x7fffu) > kLargestScale;
-  return bad;
+    for (int i = 0; i < kRows / kStep; ++i) {
+      const int n = thread / 8 + i * kStep, token = n / group;
+      const char* row = args.q.data + (first_token + token) * args.q.stride + (static_cast<int64_t>(kv_head) * group + n % group) * args.q.head_stride + thread % 8 * 64;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) raw[i][j] = token < tokens ? load_global16(row + j * 16) : make_uint4(0, 0, 0, 0);
+    }
+  }
+
+  // In fp16, each row times a power of two that brings its largest value into [2^7, 2^8).
+  __device__ __forceinline__ void store(Shared& s, const AttnArgs& args, int thread) const {
+#pragma unroll
+    for (int i = 0; i < kRows / kStep; ++i) {
+      const int n = thread / 8 + i * kStep, part = thread % 8;
+      float2 value[4][4];
+      float top = 0.0f;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const uint32_t word[4] = {raw[i][j].x, raw[i][j].y, raw[i][j].z, raw[i][j].w};
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          value[j][k] = args.q_type == Float::f16 ? unpack_half2(word[k]) : unpack_bf162(word[k]);
+          top = fmaxf(top, fmaxf(fabsf(value[j][k].x), fabsf(value[j][k].y)));
+        }
+      }
+      for (int offset = 1; offset < 8; offset *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, offset));
+      const int exponent = exponent_of(top), up = 8 - exponent;
+      const float half = ldexpf(args.sm_scale < 0 ? -1.0f : 1.0f, up / 2), rest = ldexpf(1.0f, up - up / 2);  // 2^157 is no fp32 number
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        uint32_t pair[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) pair[k] = pack_half2(value[j][k].x * half * rest, value[j][k].y * half * rest);
+        *reinterpret_cast<uint4*>(&s.q[part / 2][n][((part % 2 * 4 + j) ^ (n & 7)) * 8]) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
+      }
+      if (part == 0) s.factor[n] = isfinite(top) ? score_factor(args.sm_scale, exponent - 8) : __int_as_float(0x7fc00000);
+    }
+  }
+};
+
+// One of K and V as a producer thread brings it: half of the 16-byte pieces of one cell of each tile, every other one.
+struct Source {
+  const char *codes, *scales;
+  uint32_t stride, scale_stride;
+  uint32_t staged;  // this thread's first piece on its way
+  uint2 scale;      // of the tile requested last, fp16
+
+  __device__ __forceinline__ Source(Shared& s, const DeviceRows& rows, const DeviceRows& scale_rows, int kv_head, int thread, int which)
+      : codes(rows.data + kv_head * rows.head_stride + thread % 2 * 16),
+        scales(scale_rows.data + kv_head * scale_rows.head_stride),
+        stride(static_cast<uint32_t>(rows.stride)),
+        scale_stride(static_cast<uint32_t>(scale_rows.stride)),
+        staged(smem_address(&s.codes[which][0][thread])) {}
+
+  // Only what is below a limit is read; the rest are zeros.
+  __device__ __forceinline__ void request_codes(int cell, int limit) const {
+    const char* from = offset_by(codes, cell, stride);
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) cp_async<16>(staged + i * kProducers * 16, from + i * 32, cell < limit);
+    cp_async_commit();
+  }
+  __device__ __forceinline__ void request_scales(int cell, int limit) {
+    scale = cell < limit ? __ldg(reinterpret_cast<const uint2*>(offset_by(scales, cell, scale_stride))) : make_uint2(0, 0);
+  }
+
+  // Writes this thread's part of a tile. Odd threads take the two pieces of a group in reverse: no two of a store's eight lanes meet in a bank.
+  __device__ __forceinline__ void expand(int thread, uint32_t target) const {
+    constexpr int kAhead = 4;
+    const int odd = thread % 2, cell = thread / 2;
+    const uint32_t row = target + cell * sizeof(Block), swap = odd * kProducers * 16;
+    const uint32_t even_chunk = 6 * odd ^ cell % 8, odd_chunk = (4 - 2 * odd) ^ cell % 8;
+    uint4 raw[kPieces];
+    const auto load = [&](int i) { raw[i] = load_shared16(i % 2 == 0 ? staged + swap + i * kProducers * 16 : staged - swap + i * kProducers * 16); };
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) load(i);
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      if (i + kAhead < kPieces) load(i + kAhead);
+      const uint32_t word[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w}, pair = i < 4 ? scale.x : scale.y, factor = __byte_perm(pair, pair, i % 4 < 2 ? 0x1010 : 0x3232);
+      uint32_t value[8];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) codes_in_order(word[j], value[2 * j], value[2 * j + 1]);
+#pragma unroll
+      for (uint32_t& x : value) x = multiply_half2(x, factor);
+      const uint32_t to = row + i / 2 * (kCells * sizeof(Block)), chunk = i % 2 == 0 ? even_chunk : odd_chunk;
+      store_shared16(to + chunk * 16, value[0], value[1], value[2], value[3]);
+      store_shared16(to + (chunk ^ 1) * 16, value[4], value[5], value[6], value[7]);
+    }
+  }
+
+  __device__ __forceinline__ bool too_large() const {
+    const uint32_t bits[4] = {scale.x & 0x7fffu, scale.x >> 16 & 0x7fffu, scale.y & 0x7fffu, scale.y >> 16 & 0x7fffu};
+    return max(max(bits[0], bits[1]), max(bits[2], bits[3])) > kLargestScale;
+  }
+};
+
+// The producers' part; the codes of the first tile are on their way.
+__device__ __forceinline__ void produce(Shared& s, Source& k, Source& v, int tiles, int cells) {
+  const int thread = threadIdx.x;
+  k.request_scales(thread / 2, cells);
+  v.request_scales(thread / 2, cells);
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int stage = tile % kStages, round = tile / kStages, next = (tile + 1) * kCells + thread / 2, limit = tile + 1 < tiles ? cells : 0;
+    const auto hand_over = [&](Source& source, Block (&target)[kGroups][kCells], uint64_t& full, uint64_t& empty) {
+      cp_async_wait<1>();
+      if (round > 0) mbarrier_wait(smem_address(&empty), (round - 1) & 1);
+      if (source.too_large()) s.bad = 1;
+      source.expand(thread, smem_address(target));
+      fence_async_shared();
+      mbarrier_arrive(smem_address(&full));
+      source.request_codes(next, limit);
+      source.request_scales(next, limit);
+    };
+    hand_over(k, s.k[stage], s.k_full[stage], s.k_empty[stage]);
+    hand_over(v, s.v[stage], s.v_full[stage], s.v_empty[stage]);
+  }
 }
 
 __global__ void __launch_bounds__(kThreads, 1) dense(const AttnArgs args, uint8_t* __restrict__ status) {
   extern __shared__ char raw_shared[];
-  Shared& s = *reinterpret_cast<Shared*>(raw_shared + (-smem_address(raw_shared) & 127));
+  Shared& s = *reinterpret_cast<Shared*>(raw_shared + (-smem_address(raw_shared) & 1023));
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      mbarrier_init(smem_address(&s.k_full[i]), kProducers), mbarrier_init(smem_address(&s.v_full[i]), kProducers);
+      mbarrier_init(smem_address(&s.k_empty[i]), kConsumers / 32), mbarrier_init(smem_address(&s.v_empty[i]), kConsumers / 32);
+    }
+    mbarrier_init_fence();
+    s.bad = 0;
+  }
   wait_for_dependencies();
   launch_dependents();
-  const int warp_index = __shfl_sync(~0u, threadIdx.x / 32, 0), side = warp_index / 4, warp = warp_index % 4, lane = threadIdx.x % 32, r = lane / 4, c = lane % 4;
   const int group = static_cast<int>(args.q_heads / args.kv_heads), per_cta = kRows / group, kv_heads = static_cast<int>(args.kv_heads);
   const int kv_head = blockIdx.x % kv_heads, block = gridDim.x / kv_heads - 1 - blockIdx.x / kv_heads;  // the longest rows first
-  const int first_token = block * per_cta;
+  const int64_t first_token = static_cast<int64_t>(block) * per_cta;
   const int tokens = static_cast<int>(min(static_cast<int64_t>(per_cta), args.tokens - first_token));
-  const uint32_t mask = opaque(0x00ff00ffu);
 
-  if (threadIdx.x < kRows) s.count[threadIdx.x] = s.past[threadIdx.x] = 0;
-  __syncthreads();
+  uint8_t* left = status + static_cast<int64_t>(block) * kv_heads + kv_head;
+  if (!(args.wide_ids ? may_be_prefixes<int64_t>(args, first_token, tokens) : may_be_prefixes<int>(args, first_token, tokens))) {  // the same in all warps
+    if (threadIdx.x == 0) *left = 1;
+    return;
+  }
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x - kProducers;  // of the consumers
+  Source k_source(s, args.k, args.k_scale, kv_head, threadIdx.x, 0), v_source(s, args.v, args.v_scale, kv_head, threadIdx.x, 1);
+  Queries queries;
+  if (warpgroup == 0) {
+    k_source.request_codes(threadIdx.x / 2, static_cast<int>(args.cells));
+    v_source.request_codes(threadIdx.x / 2, static_cast<int>(args.cells));
+  } else {
+    queries.request(args, thread, first_token, tokens, group, kv_head);
+  }
   if (args.wide_ids) classify<int64_t>(s, args, first_token, tokens);
   else classify<int>(s, args, first_token, tokens);
   __syncthreads();
-  if (threadIdx.x < tokens) s.cells[threadIdx.x] = s.count[threadIdx.x] == s.past[threadIdx.x] ? s.count[threadIdx.x] : -1;
-  __syncthreads();
   int cells = 0, fewest = 1 << 30;
-  bool bad = false;
   for (int t = 0; t < tokens; ++t) {
-    bad |= s.cells[t] < 0;
     cells = max(cells, s.cells[t]);
     fewest = min(fewest, s.cells[t]);
   }
-  const int tiles = bad ? 0 : (cells + kCells - 1) / kCells;
-  if (tiles > 0) {
-    copy(args.k, args.k_scale, kv_head, 0, cells, s.k, s.k_scale, false);
-    copy(args.v, args.v_scale, kv_head, 0, cells, s.v, s.v_scale, true);
-    load_q(s, args, first_token, tokens, group, kv_head);
-    fence_async_shared();
-    cp_async_wait<1>();
-    bad = __syncthreads_or(too_large(s.k_scale));
+  if (fewest < 0) {
+    if (threadIdx.x == 0) *left = 1;
+    cp_async_wait<0>();
+    return;
   }
+  const int tiles = (cells + kCells - 1) / kCells;
+  if (warpgroup == 0) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
+    produce(s, k_source, v_source, tiles, cells);
+    cp_async_wait<0>();
+    return;
+  }
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
+  const int side = warpgroup - 1, warp = __shfl_sync(~0u, thread / 32 % 4, 0), lane = thread % 32, r = lane / 4, c = lane % 4;
+  queries.store(s, args, thread);
+  fence_async_shared();
+  asm volatile("barrier.cta.sync 1, 256;" ::: "memory");
 
-  const uint64_t q = core_descriptor(smem_address(s.q), kBlocks * 128, 128), p_tile = core_descriptor(smem_address(s.p), kBlocks * 128, 128);
-  float out[4 * kBlocks] = {}, sum[2 * kBlocks] = {};
-  float top[2 * kBlocks];
+  const int first_row = side * 64 + warp * 16 + r;  // this lane's rows: it and the eighth after it
+  int limit[2];
+  float factor[2], top[2] = {kLowest, kLowest}, sum[2] = {};
 #pragma unroll
-  for (float& value : top) value = kLowest;
+  for (int h = 0; h < 2; ++h) {
+    const int n = first_row + 8 * h;
+    limit[h] = n / group < tokens ? s.cells[n / group] : 0;
+    factor[h] = s.factor[n];
+  }
+  const uint64_t q = swizzled_descriptor(smem_address(s.q[0][side * 64])), k = swizzled_descriptor(smem_address(s.k)),
+                 v = swizzled_mn_descriptor(smem_address(s.v), kCells * sizeof(Block));
+  constexpr int kStageStep = kGroups * kCells * sizeof(Block) / 16;
+  float out[kDim / 2], score[kCells / 2];  // [4 b + i]: row r + 8 (i >> 1), column 8 b + 2 c + (i & 1)
+  uint32_t p[kCells / 16][4];
+#pragma unroll
+  for (float& x : out) x = 0.0f;
 
-  for (int tile = 0; tile < tiles && !bad; ++tile) {
-    float p[4 * kBlocks];  // scores: [4 b + i] is n = 8 b + 2 c + (i & 1), cell r + 8 (i >> 1)
-    const int row = side * 64 + warp * 16 + r;
-    const uint32_t row_address = smem_address(s.k[row]) + c * 16 + (r & 1) * 64, odd = r & 1 ? -128 : 0;
+  const auto multiply_keys = [&](int tile) {
+    const int stage = tile % kStages;
+    mbarrier_wait(smem_address(&s.k_full[stage]), tile / kStages & 1);
+    wgmma_fence();
 #pragma unroll
-    for (int g = 0; g < kGroups; ++g) {
-      // Chunk g 4 + c, exchanged with its neighbour 64 bytes on in odd rows.
-      const uint32_t address = row_address + g * 64 + (g & 1 ? odd : 0);
-      const uint4 w0 = load_shared16(address), w1 = load_shared16(address + 8 * kDim);
-      const uint32_t upper[4] = {w0.x, w0.y, w0.z, w0.w}, lower[4] = {w1.x, w1.y, w1.z, w1.w};
-      const uint32_t scale0 = both_halves(s.k_scale[row][g]), scale1 = both_halves(s.k_scale[row + 8][g]);
-      uint32_t a[4][4];
+    for (int step = 0; step < kDim / 16; ++step)
+      wgmma_fp16_shared(score, q + step / 4 * (kRows * sizeof(Block) / 16) + step % 4 * 2, k + stage * kStageStep + step / 4 * (kCells * sizeof(Block) / 16) + step % 4 * 2, step > 0);
+    wgmma_commit();
+  };
+  const auto add_values = [&](int tile) {
+    const int stage = tile % kStages;
+    mbarrier_wait(smem_address(&s.v_full[stage]), tile / kStages & 1);
+    wgmma_fence();
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        a[j][0] = multiply_half2(codes_to_half2(upper[j], mask), scale0);
-        a[j][1] = multiply_half2(codes_to_half2(lower[j], mask), scale1);
-        a[j][2] = multiply_half2(codes_to_half2(upper[j] >> 8, mask), scale0);
-        a[j][3] = multiply_half2(codes_to_half2(lower[j] >> 8, mask), scale1);
-      }
-      wgmma_fence();
-#pragma unroll
-      for (int j = 0; j < 4; ++j) wgmma_fp16(p, a[j], q + (g * 4 + j) * (2 * kBlocks * 128 / 16), g + j > 0);
-      wgmma_commit();
-      wgmma_wait<0>();  // keeping two groups in flight spills registers
-    }
-
+    for (int step = 0; step < kCells / 16; ++step) wgmma_fp16_mn(out, p[step], v + stage * kStageStep + step * (16 * sizeof(Block) / 16));
+    wgmma_commit();
+  };
+  const auto release = [&](uint64_t& empty) {
+    if (lane == 0) mbarrier_arrive(smem_address(&empty));
+  };
+  // Scores become weights; whether the maxima moved, and by what the sums so far shrink.
+  float shrink[2];
+  const auto weigh = [&](int tile) {
     if (tile * kCells + kCells > fewest) {
-      const int cell = tile * kCells + row;
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        const int2 limit = *reinterpret_cast<const int2*>(&s.limit[8 * b + 2 * c]);
+      for (int i = 0; i < kCells / 2; ++i)
+        if (tile * kCells + i / 4 * 8 + 2 * c + (i & 1) >= limit[i / 2 & 1]) score[i] = -INFINITY;
+    }
+    float most[2] = {top[0], top[1]};
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (cell + (i & 2) * 4 >= (i & 1 ? limit.y : limit.x)) p[4 * b + i] = -INFINITY;
+    for (int i = 0; i < kCells / 2; ++i) most[i / 2 & 1] = fmaxf(most[i / 2 & 1], score[i]);
+    const bool move = __any_sync(~0u, (most[0] - top[0]) * factor[0] > kSlack || (most[1] - top[1]) * factor[1] > kSlack);
+    if (move) {
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        for (int offset = 1; offset < 4; offset *= 2) most[h] = fmaxf(most[h], __shfl_xor_sync(~0u, most[h], offset));
+        shrink[h] = exp2_fast((top[h] - most[h]) * factor[h]);
+        top[h] = most[h];
+        sum[h] *= shrink[h];
       }
     }
-    // Writes P; gives the sums of this lane's two cells and whether a score passes its row's maximum by too much.
-    float row_sum[2 * kBlocks];
-    const auto store_p = [&] {
-      bool passes = false;
 #pragma unroll
-      for (int b = 0; b < kBlocks; ++b) {
-        const float2 factor = *reinterpret_cast<const float2*>(&s.factor[8 * b + 2 * c]);
-        float e[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float exponent = fmaf(p[4 * b + i] - top[2 * b + (i & 1)], i & 1 ? factor.y : factor.x, kShift);
-          passes |= exponent > kShift + kSlack;
-          e[i] = exp2_fast(exponent);
-        }
-        row_sum[2 * b] = e[0] + e[2], row_sum[2 * b + 1] = e[1] + e[3];
-        *reinterpret_cast<uint32_t*>(&s.p[side * 4 + warp][0][b][r][2 * c]) = pack_half2(e[0], e[1]);
-        *reinterpret_cast<uint32_t*>(&s.p[side * 4 + warp][1][b][r][2 * c]) = pack_half2(e[2], e[3]);
-      }
-      fence_async_shared();
-      return passes;
-    };
-    const bool passes = store_p();
-    cp_async_wait<0>();
-    const bool large = too_large(s.v_scale);
-    if (__syncthreads_or(passes || large)) {  // rare: give up, or move the maxima and write P again
-      bad = __syncthreads_or(large);
-      if (bad) break;
-#pragma unroll
-      for (int i = 0; i < 2 * kBlocks; ++i) {
-        float x = fmaxf(p[i / 2 * 4 + (i & 1)], p[i / 2 * 4 + (i & 1) + 2]);
-        for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, offset));
-        if (r == 0) s.most[warp_index][i / 2 * 8 + 2 * c + (i & 1)] = x;
-      }
-      __syncthreads();
-#pragma unroll
-      for (int i = 0; i < 2 * kBlocks; ++i) {
-        const int n = i / 2 * 8 + 2 * c + (i & 1), at = i / 2 * 4 + (i & 1);
-        float x = top[i];
-#pragma unroll
-        for (int w = 0; w < kWarps; ++w) x = fmaxf(x, s.most[w][n]);
-        const float shrink = exp2_fast((top[i] - x) * s.factor[n]);
-        top[i] = x;
-        sum[i] *= shrink;
-        out[at] *= shrink, out[at + 2] *= shrink;
-      }
-      store_p();
-      __syncthreads();
+    for (int i = 0; i < kCells / 2; ++i) {
+      score[i] = exp2_fast(fmaf(score[i] - top[i / 2 & 1], factor[i / 2 & 1], kShift));
+      sum[i / 2 & 1] += score[i];
     }
-    // All have read K, all have written P, V has landed.
+    return move;
+  };
+  const auto pack = [&] {
 #pragma unroll
-    for (int i = 0; i < 2 * kBlocks; ++i) sum[i] += row_sum[i];
-    if (tile + 1 < tiles) copy(args.k, args.k_scale, kv_head, tile + 1, cells, s.k, s.k_scale, false);
+    for (int i = 0; i < kCells / 4; ++i) p[i / 4][i % 4] = pack_half2(score[2 * i], score[2 * i + 1]);
+  };
 
-#pragma unroll
-    for (int i = 0; i < kCells / 32; ++i) {  // 32 cells: two steps of 16
-      const uint4 raw = load_matrix_transposed(smem_address(&s.v[i * 32 + lane][((side * 4 + warp) ^ (lane & 7)) * 16]));
-      const uint32_t word[4] = {raw.x, raw.y, raw.z, raw.w};  // cells 8 j + 2 c and the next, dims 2 r and 2 r + 1
-      uint32_t a[2][4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const __half2 pair = __halves2half2(s.v_scale[i * 32 + j * 8 + 2 * c][side], s.v_scale[i * 32 + j * 8 + 2 * c + 1][side]);
-        const uint32_t scale = *reinterpret_cast<const uint32_t*>(&pair);
-        a[j / 2][j % 2 * 2] = multiply_half2(codes_to_half2(word[j], mask), scale);
-        a[j / 2][j % 2 * 2 + 1] = multiply_half2(codes_to_half2(word[j] >> 8, mask), scale);
-      }
-      wgmma_fence();
-#pragma unroll
-      for (int step = 0; step < 2; ++step) wgmma_fp16_mn(out, a[step], p_tile + (i * 2 + step) * (2 * kBlocks * 128 / 16));
-      wgmma_commit();
-      if (i > 0) wgmma_wait<1>();
-    }
+  if (tiles > 0) {
+    multiply_keys(0);
     wgmma_wait<0>();
-    cp_async_wait<0>();
-    bad = __syncthreads_or(tile + 1 < tiles && too_large(s.k_scale));  // K has landed; all have read P and V
-    if (tile + 1 < tiles) copy(args.v, args.v_scale, kv_head, tile + 1, cells, s.v, s.v_scale, true);
+    release(s.k_empty[0]);
+    weigh(0);
+    pack();
+    for (int tile = 1; tile < tiles; ++tile) {
+      multiply_keys(tile);
+      add_values(tile - 1);
+      wgmma_wait<1>();
+      release(s.k_empty[tile % kStages]);
+      const bool move = weigh(tile);
+      wgmma_wait<0>();
+      release(s.v_empty[(tile - 1) % kStages]);
+      if (move) {
+#pragma unroll
+        for (int i = 0; i < kDim / 2; ++i) out[i] *= shrink[i / 2 & 1];
+      }
+      pack();
+    }
+    add_values(tiles - 1);
+    wgmma_wait<0>();
   }
-  cp_async_wait<0>();
-  if (threadIdx.x == 0) status[static_cast<int64_t>(block) * kv_heads + kv_head] = bad;
+  const bool bad = s.bad != 0;
+  if (thread == 0) *left = bad;
   if (bad) return;
-
+  // Through shared memory, where this warp's rows of Q were, 128 dims at a time: [32 dims][row][dim], 16-byte chunk ^ 2 (row & 3).
+  asm volatile("barrier.cta.sync %0, 128;" ::"r"(2 + side) : "memory");
+  const auto staged = [&](int row, int chunk) { return reinterpret_cast<float*>(s.q[chunk / 8][side * 64 + warp * 16 + row]) + (chunk % 8 ^ (row & 3) << 1) * 4; };
 #pragma unroll
-  for (int i = 0; i < 2 * kBlocks; ++i) {
-    for (int offset = 4; offset < 32; offset *= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], offset);
-    if (r == 0) s.most[warp_index][i / 2 * 8 + 2 * c + (i & 1)] = sum[i];
+  for (int h = 0; h < 2; ++h) {
+    for (int offset = 1; offset < 4; offset *= 2) sum[h] += __shfl_xor_sync(~0u, sum[h], offset);
+    sum[h] = __frcp_rn(sum[h]);
   }
-  __syncthreads();
 #pragma unroll
-  for (int i = 0; i < 2 * kBlocks; ++i) {
-    const int n = i / 2 * 8 + 2 * c + (i & 1), at = i / 2 * 4 + (i & 1), token = n / group;
-    if (token >= tokens) continue;
-    float total = 0.0f;
+  for (int half = 0; half < 2; ++half) {
+    __syncwarp();
 #pragma unroll
-    for (int w = 0; w < kWarps; ++w) total += s.most[w][n];
-    const bool empty = s.cells[token] == 0;
-    const float inverse = empty ? 0.0f : __frcp_rn(total);
-    const int64_t head = static_cast<int64_t>(kv_head) * group + n % group;
-    const char* gate = args.gate.data == nullptr || empty ? nullptr : args.gate.data + (first_token + token) * args.gate.stride + head * args.gate.head_stride;
-    const int dim = side * 64 + warp * 16 + 2 * r;
-    store_pair(args, (static_cast<int64_t>(first_token + token) * args.q_heads + head) * kDim + dim, empty ? 0.0f : out[at] * inverse, empty ? 0.0f : out[at + 2] * inverse, gate, dim);
+    for (int b = 0; b < kDim / 16; ++b)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const float* x = &out[half * (kDim / 4) + 4 * b + 2 * h];
+        *reinterpret_cast<float2*>(staged(r + 8 * h, 2 * b + c / 2) + c % 2 * 2) = limit[h] == 0 ? float2{} : make_float2(x[0] * sum[h], x[1] * sum[h]);
+      }
+    __syncwarp();
+#pragma unroll 4
+    for (int row = 0; row < 16; ++row) {
+      const int n = side * 64 + warp * 16 + row, own = n / group, dim = half * (kDim / 2) + lane * 4;
+      if (own >= tokens) break;
+      const int64_t token = first_token + own, head = static_cast<int64_t>(kv_head) * group + n % group, at = (token * args.q_heads + head) * kDim + dim;
+      const float4 x = *reinterpret_cast<const float4*>(staged(row, lane));
+      const char* gate = args.gate.data == nullptr || s.cells[own] == 0 ? nullptr : args.gate.data + token * args.gate.stride + head * args.gate.head_stride;
+      store_pair(args, at, x.x, x.y, gate, dim);
+      store_pair(args, at + 2, x.z, x.w, gate, dim + 2);
+    }
   }
 }
 
@@ -318,7 +401,7 @@ bool dense_fits(const AttnArgs& args) {
 }
 
 cudaError_t launch_dense(const AttnArgs& args, uint8_t* status, cudaStream_t stream) {
-  return launch_overlapped(dense, static_cast<unsigned>(dense_blocks(args) * args.kv_heads), kThreads, sizeof(Shared) + 128, stream, args, status);
+  return launch_overlapped(dense, static_cast<unsigned>(dense_blocks(args) * args.kv_heads), kThreads, sizeof(Shared) + 1024, stream, args, status);
 }
 
 }  // namespace mori::qsa

@@ -3,6 +3,7 @@
 #include "qsa_sm90.h"
 
 #include <algorithm>
+#include <cstdlib>
 
 #include "../common/cuda.h"
 #include "../common/route.h"
@@ -13,11 +14,15 @@ namespace {
 
 using cuda::float_type;
 
-constexpr int64_t kFewTokens = 8;  // a verify window: too few for the dense kernel's look at the ids
+constexpr int64_t kFewTokens = 8;                              // a verify window
+constexpr int64_t kSomeTokens = 128;                           // up to here the dense kernel fills too few processors to be worth its look at the ids
+constexpr int64_t kFewSlots = 144, kMostClusterSlots = 16 * 144;  // of one CTA, of a cluster
 
-enum FlashRoute : size_t { kPrefix, kSparse, kSimple };
+enum FlashRoute : size_t { kCluster, kPrefix, kSparse, kSimple };
 constexpr Route kRoutes[] = {
-    {"prefix", [](const RouteDims& d) { return d[0] > kFewTokens && d[1] > 0 && d[2] > 0 && d[5] == 256 && d[3] <= 48 * d[4]; },
+    {"cluster", [](const RouteDims& d) { return (d[0] <= kFewTokens || d[1] <= kFewSlots) && d[1] <= kMostClusterSlots && d[1] > 0 && d[2] > 0 && d[5] == 256; },
+     "tensor cores, one launch: a cluster of CTAs for each token and tile of heads; int8 KV and a 16-bit output, else 'simple'"},
+    {"prefix", [](const RouteDims& d) { return d[0] > kSomeTokens && d[1] > 0 && d[2] > 0 && d[5] == 256 && d[3] <= 128 * d[4]; },
      "tensor cores: tokens whose cells are 0 .. n-1 as dense attention, found on the device, the others as in 'sparse'; int8 KV, 16-bit q and output"},
     {"sparse", [](const RouteDims& d) { return d[1] > 0 && d[2] > 0; },
      "tensor cores, each token over its own cells, parts of a token merged; int8 KV and a 16-bit output, else 'simple'"},
@@ -71,6 +76,22 @@ struct Operands {
   }
 };
 
+// With MORI_CHECK_IDS set: raises where an id is beyond the cells, at the price of a host sync.
+void check_ids(const char* op, const AttnTensors& in, cudaStream_t stream) {
+  const char* wanted = std::getenv("MORI_CHECK_IDS");
+  if (wanted == nullptr || *wanted == '\0' || in.ids.numel() == 0) return;
+  const Tensor most = torch::stable::amax(in.ids, {0, 1});
+  int64_t wide = 0;
+  int32_t narrow = 0;
+  const bool is_wide = in.ids.scalar_type() == ScalarType::Long;
+  cudaError_t error = cudaMemcpyAsync(is_wide ? static_cast<void*>(&wide) : &narrow, most.const_data_ptr(), most.element_size(), cudaMemcpyDeviceToHost, stream);
+  if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
+  cuda::check_launch(op, error);
+  const int64_t id = is_wide ? wide : narrow;
+  if (id >= in.shape.cells)
+    fail<std::out_of_range>(op, ": ids holds ", id, ", but k holds ", in.shape.cells, " cells (raised because MORI_CHECK_IDS is set)");
+}
+
 Tensor scratch(const Tensor& like, const Sizes& sizes) { return torch::stable::new_empty(like, sizes, ScalarType::Float); }
 float* floats(const Tensor& t) { return static_cast<float*>(t.mutable_data_ptr()); }
 
@@ -106,12 +127,15 @@ struct Cuda {
   static void flash(const AttnTensors& in, const MaybeTensor& gate, const Tensor& out) {
     if (out.numel() == 0) return;
     const cuda::Launch launch(in.q);
+    check_ids("qsa_flash", in, launch.stream());
     Operands operands(in, gate);
     operands.args.out = out.mutable_data_ptr();
     operands.args.out_type = float_type(out);
     const AttnShape& s = in.shape;
     const size_t route = pick_route(kRoutes, {s.tokens, s.slots, s.cells, s.q_heads, s.kv_heads, s.dim});
-    if (route != kSimple && sparse_fits(operands.args))
+    if (route == kCluster && sparse_fits(operands.args) && cluster_fits(operands.args))
+      cuda::check_launch("qsa_flash", launch_cluster(operands.args, launch.stream()));
+    else if (route != kSimple && sparse_fits(operands.args))
       run_tensor(operands.args, route == kPrefix && dense_fits(operands.args), in.q, launch.stream());
     else
       run_simple(operands.args, in.q, launch.stream());
@@ -120,6 +144,7 @@ struct Cuda {
   static void attn(const AttnTensors& in, const Tensor& partial, const Tensor& lse) {
     if (partial.numel() == 0) return;
     const cuda::Launch launch(in.q);
+    check_ids("qsa_attn", in, launch.stream());
     const Operands operands(in, std::nullopt);
     cuda::check_launch("qsa_attn", launch_attn(operands.args, partial.size(0), floats(partial), floats(lse), launch.stream()));
   }

@@ -48,6 +48,10 @@ bool sparse_fits(const AttnArgs& args);
 int64_t sparse_workspace_bytes(const AttnArgs& args);
 cudaError_t launch_sparse(const AttnArgs& args, void* workspace, const uint8_t* status, cudaStream_t stream);
 
+// Tensor cores, int8 KV, for arguments that fit sparse too: one launch for few tokens or few slots (qsa_cluster_sm90.cu).
+bool cluster_fits(const AttnArgs& args);
+cudaError_t launch_cluster(const AttnArgs& args, cudaStream_t stream);
+
 // Tensor cores, int8 KV, for arguments that fit both (qsa_dense_sm90.cu): computes the blocks of dense_tokens(args) tokens whose cells are
 // 0 .. n-1. Writes status[block * kv_heads + kv_head]: 0 for what it has computed, 1 for what it leaves.
 constexpr int kMaxStatusBlocks = 1 << 15;

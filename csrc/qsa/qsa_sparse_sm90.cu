@@ -1,20 +1,22 @@
 // qsa_flash for int8 KV on tensor cores: every token over its own cells (contract: qsa.h).
 //
 // A warpgroup walks the slots of one token and one tile of up to 16 query heads of a KV head, 64 slots a round:
-//   S^T = K Q^T   m64n32k32 int8, cells in M: the codes are multiplied as they lie in shared memory; a q row becomes 15-bit integers
-//                 q * 2^(14 - e), two int8 digits = two columns; each 64-dim group's exact sum meets its K scale in fp32
+//   S^T = K Q^T   m64n32k32 int8 (n24 for up to 12 query heads), cells in M: the codes are multiplied as they lie in shared memory; a q row
+//                 becomes 15-bit integers q * 2^(14 - e), two int8 digits = two columns; each 64-dim group's exact sum meets its K scale
+//                 in fp32
 //   P = 2^(S - m) the running maximum m moves only when a score passes it by 2^4; P times the V scale, in fp16
 //   O^T = V^T P^T m64n16k16 fp16, dims in M: V codes are transposed by ldmatrix and converted in registers
 // V scales are divided by a power of two per group that follows their running maximum, so that any fp16 scale fits.
 // The list of (token, tile, round) is cut into equal parts, one for each CTA (two warpgroups: two tiles of a token) or, with an odd
 // number of tiles, one for each warpgroup; tokens cut between parts meet in a workspace, in order: deterministic.
 // An empty slot or an id past the cells reads nothing: its codes and scales are zeros, its probability exactly 0.
-// K of the next round is requested after Q K, V of the next round once the codes of this one are in registers, before P V.
-// Bound by issue slots (810 instructions a warp and round, 53 % of the slots) and by the latency of gathers from the L2: 855 us at T 1984
-// over 30,000 cells, where copies alone take 520 (H200). Lost: mma.sync (255 registers, stalls); biased V codes with a second product
-// for the bias (spills, 60 % slower); V requested after P V (7 % slower).
+// K of the next round is requested after Q K, V of the next round once the codes of this one are in registers, before P V; ids a round
+// before they are looked at. Bound by issue slots (57 % of them used) and the latency of gathers from the L2 (copies alone: 520 us at
+// T 1984, H200). Lost: mma.sync (255 registers, stalls); biased V codes with a second product for the bias (spills, 60 % slower); V
+// requested after P V (7 % slower); masks of empty slots in every round; ids compared where they are loaded (12 % slower).
 #include "../common/launch_sm90.cuh"
 #include "../common/tma_sm90.cuh"
+#include "qsa_parts_sm90.cuh"
 #include "qsa_tensor_sm90.cuh"
 #include "qsa_wgmma_sm90.cuh"
 
@@ -23,42 +25,44 @@ namespace {
 
 using namespace sm90;
 
-constexpr int kRows = 16;     // query rows of a tile
 constexpr int kCells = 64;    // slots of a round
 constexpr int kWarpCells = 16;
 constexpr int kThreads = 256; // two warpgroups
 constexpr int kGroup = 64;    // values per KV scale
 constexpr float kScaleSlack = 32.0f;  // V scales over their power of two; P <= 2^(5 + 4 + 5)
 
-template <int kDim>
+// Which query rows and cells the values of a lane (r, c) stand for, in tiles of up to 16 or of up to 12 query rows. A product has two
+// columns per row, one a digit: [8 rows high][8 high][8 low][8 low], or [8 high][8 low][high and low of 4 rows, in turn].
+template <int kRows>
+struct Columns {
+  static_assert(kRows == 12 || kRows == 16);
+  static constexpr int kOwn = kRows / 4, kValues = kRows / 2;  // query rows of a lane, times its two cells (rows r and r + 8 of a product)
+  static __device__ __forceinline__ int row(int i, int c) { return i < 2 ? 2 * c + i : kRows == 16 ? 8 + 2 * c + i - 2 : 8 + c; }
+  static __device__ __forceinline__ constexpr int own(int v) { return v < 4 ? v & 1 : kRows == 16 ? 2 + (v & 1) : 2; }
+  static __device__ __forceinline__ constexpr int cell(int v) { return kRows == 16 || v < 4 ? v >> 1 & 1 : v - 4; }
+  static __device__ __forceinline__ constexpr int value(int i, int cell) { return i < 2 ? i + 2 * cell : kRows == 16 ? i + 2 + 2 * cell : 4 + cell; }
+  static __device__ __forceinline__ constexpr int high(int v) { return kRows == 16 || v < 4 ? v : 2 * v; }  // place in a product's registers
+  static __device__ __forceinline__ constexpr int low(int v) { return kRows == 16 ? 8 + v : v < 4 ? 4 + v : 2 * v + 1; }
+  static __device__ __forceinline__ int high_column(int row) { return kRows == 16 || row < 8 ? row : 2 * row; }
+  static __device__ __forceinline__ int low_column(int row) { return kRows == 16 ? 16 + row : row < 8 ? 8 + row : 2 * row + 1; }
+};
+
+template <int kDim, int kRows>
 struct Layout {
   static constexpr int kGroups = kDim / kGroup;
   static constexpr int kBlocks = kDim > 128 ? kDim / 128 : 1;  // a cell's codes lie in blocks of 128 bytes (dim 64 leaves half empty)
   static constexpr int kTile = kCells * 128;                   // bytes of 64 cells of a block, 128-byte swizzle
   static constexpr int kScaleBytes = kGroups * 2;
   static constexpr int kK = 0, kV = kK + kBlocks * kTile, kQ = kV + kBlocks * kTile, kQBlock = 2 * kRows * 128;
-  static constexpr int kP = kQ + kBlocks * kQBlock, kPGroup = kCells * kRows * 2;
+  static constexpr int kP = kQ + kBlocks * kQBlock, kPGroup = kCells * kTileRows * 2;
   static constexpr int kKScale = kP + kGroups * kPGroup, kVScale = kKScale + kCells * kScaleBytes;
   static constexpr int kExchange = kVScale + kCells * kScaleBytes;  // floats [4 warps][16 rows] and [4 warps][4 groups]
-  static constexpr int kFactor = kExchange + 4 * kRows * 4 + 4 * 4 * 4;
-  static constexpr int kBytes = (kFactor + kRows * 4 + 1023) / 1024 * 1024;  // of a warpgroup
+  static constexpr int kFactor = kExchange + 4 * kTileRows * 4 + 4 * 4 * 4;
+  static constexpr int kBytes = (kFactor + kTileRows * 4 + 1023) / 1024 * 1024;  // of a warpgroup
 };
-static_assert(4 * Layout<256>::kBytes + 2 * 2048 <= 227 * 1024, "two CTAs of two warpgroups in a multiprocessor");
+static_assert(4 * Layout<256, 16>::kBytes + 2 * 2048 <= 227 * 1024, "two CTAs of two warpgroups in a multiprocessor");
 
-struct Plan {
-  int64_t rounds;          // of an item: a token and `step` tiles of query rows
-  int pairs, step;         // items of a token; tiles that a CTA serves side by side, 1 or 2
-  int64_t units, workers;  // items * rounds, cut into parts for so many workers
-  float* sums;             // [workers * step][2][16][dim]: what a worker left of the first and of the last item of its part
-  float4* stats;           // [workers * step][2][16]: maximum, sum, score factor, token
-  // Blocks of `block` tokens that the dense kernel has not done, or null: then the units are those of the blocks left.
-  const uint8_t* status;
-  int blocks, block, status_heads;
-  int64_t* units_left;
-};
-static_assert(kMaxStatusBlocks / 8 <= Layout<128>::kGroups * Layout<128>::kPGroup, "their bits lie where P will be");
-
-__host__ __device__ inline int64_t part_begin(int64_t units, int64_t workers, int64_t worker) { return worker * units / workers; }
+static_assert(kMaxStatusBlocks / 8 <= Layout<256, 12>::kGroups * Layout<256, 12>::kPGroup, "their bits lie where P will be");
 
 __device__ __forceinline__ bool is_left(const Plan& plan, int block) {
   bool left = false;
@@ -76,12 +80,12 @@ __device__ __forceinline__ bool warpgroup_any(int id, bool value) {
   return any;
 }
 // One warpgroup's share of the kernel.
-template <int kDim>
+template <int kDim, int kRows>
 struct Warpgroup {
-  using L = Layout<kDim>;
+  using L = Layout<kDim, kRows>;
   static constexpr int kGroups = L::kGroups;
-  static constexpr int kChunks = kDim / 16;           // 16-byte pieces of a cell
-  static constexpr int kCopies = kWarpCells * kChunks / 32;  // of a lane, per tile of K or V
+  // Lanes side by side on a block of 128 bytes of a cell, cells at a time: a lane's copies differ by constants in shared memory.
+  static constexpr int kLaneChunks = kDim / 16 < 8 ? kDim / 16 : 8, kLaneCells = 32 / kLaneChunks;
 
   const AttnArgs& args;
   char* base;
@@ -89,43 +93,45 @@ struct Warpgroup {
   int thread, warp, lane, r, c, barrier;
 
   __device__ __forceinline__ float* exchange() const { return reinterpret_cast<float*>(base + L::kExchange); }
+  static __device__ __forceinline__ bool has(uint32_t valid, int cell) { return valid >> cell & 1; }
 
-  // Each chunk-wide group of lanes copies its own kCopies cells and holds their ids first; a lane's id is that of this cell.
-  __device__ __forceinline__ int own_cell() const { return (lane / kChunks * kCopies + lane % kChunks) % kWarpCells; }
-  // Whether a cell of this warp is there, given the ballot over the lanes.
-  __device__ __forceinline__ bool has(uint32_t valid, int cell) const { return valid >> (cell / kCopies * kChunks + cell % kCopies) & 1; }
-
-  // Requests the codes and scales of this warp's 16 cells.
+  // Requests the codes and scales of this warp's 16 cells; lanes hold the id of cell lane % 16, `valid` is its ballot.
   __device__ __forceinline__ void copy(int tile, int scale_tile, const DeviceRows& codes, const DeviceRows& scales, int kv_head, int id, uint32_t valid) const {
-    const int chunk = lane % kChunks, first = lane / kChunks * kCopies;
-    const uint32_t safe = max(id, 0), target = smem + tile + chunk / 8 * L::kTile + (warp * kWarpCells + first) * 128 + (((chunk ^ first) & 7) << 4);
+    const int chunk = lane % kLaneChunks, first = lane / kLaneChunks;
+    const uint32_t safe = max(id, 0), target = smem + tile + (warp * kWarpCells + first) * 128 + (((chunk ^ first) & 7) << 4);
     const char* source = offset_by(codes.data + chunk * 16, kv_head, static_cast<uint32_t>(codes.head_stride));
-    const uint32_t stride = static_cast<uint32_t>(codes.stride);
+    const uint32_t stride = opaque(static_cast<uint32_t>(codes.stride));  // in a register of its own: one multiply-add per address
+    const auto at = [&](int i) { return (target ^ ((i * kLaneCells & 7) << 4)) + i * kLaneCells * 128; };
     if (valid == ~0u) {
 #pragma unroll
-      for (int j = 0; j < kCopies; ++j)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"((target ^ (j << 4)) + j * 128),
-                     "l"(offset_by(source, __shfl_sync(~0u, safe, j, kChunks), stride))
-                     : "memory");
+      for (int i = 0; i < kWarpCells / kLaneCells; ++i) {
+        const char* from = offset_by(source, __shfl_sync(~0u, safe, first + i * kLaneCells), stride);
+#pragma unroll
+        for (int b = 0; b < L::kBlocks; ++b) cp_async<16>(at(i) + b * L::kTile, from + b * 128);
+      }
     } else {
 #pragma unroll 1
-      for (int j = 0; j < kCopies; ++j)
-        cp_async<16>((target ^ (j << 4)) + j * 128, offset_by(source, __shfl_sync(~0u, safe, j, kChunks), stride), has(valid, first + j));
+      for (int i = 0; i < kWarpCells / kLaneCells; ++i) {
+        const char* from = offset_by(source, __shfl_sync(~0u, safe, first + i * kLaneCells), stride);
+#pragma unroll
+        for (int b = 0; b < L::kBlocks; ++b) cp_async<16>(at(i) + b * L::kTile, from + b * 128, has(valid, first + i * kLaneCells));
+      }
     }
-    if (chunk < kCopies) {
-      const int at = scale_tile + (warp * kWarpCells + own_cell()) * L::kScaleBytes;
+    if (lane < kWarpCells) {
+      const int to = scale_tile + (warp * kWarpCells + lane) * L::kScaleBytes;
       const char* scale = offset_by(offset_by(scales.data, kv_head, static_cast<uint32_t>(scales.head_stride)), safe, static_cast<uint32_t>(scales.stride));
-      if constexpr (L::kScaleBytes >= 4) cp_async<L::kScaleBytes>(smem + at, scale, id >= 0);
-      else *reinterpret_cast<uint16_t*>(base + at) = id >= 0 ? __ldg(reinterpret_cast<const uint16_t*>(scale)) : 0;
+      if constexpr (L::kScaleBytes >= 4) cp_async<L::kScaleBytes>(smem + to, scale, id >= 0);
+      else *reinterpret_cast<uint16_t*>(base + to) = id >= 0 ? __ldg(reinterpret_cast<const uint16_t*>(scale)) : 0;
     }
     cp_async_commit();
   }
 
   // The digits of a token's q rows: 8 threads a row, each kDim / 8 dims. Their score factors go to shared memory.
   __device__ __forceinline__ void store_q(int64_t token, int64_t head, int rows) const {
-    const int row = thread / 8, part = thread % 8;
+    const int own = static_cast<int>(opaque(thread)), row = own / 8, part = own % 8;  // opaque: no address of this is kept through the loop
+    if (row >= kRows) return;  // whole warps
     const char* q = args.q.data + token * args.q.stride + (head + row) * args.q.head_stride;
-    const bool real = row < rows && token < args.tokens;
+    const bool real = row < rows;
     float value[kGroups][8] = {}, top = 0.0f;
 #pragma unroll
     for (int i = 0; i < kGroups; ++i)
@@ -148,21 +154,24 @@ struct Warpgroup {
         high[j / 4] |= static_cast<uint32_t>(h & 255) << (j % 4 * 8);
         low[j / 4] |= static_cast<uint32_t>(x & 255) << (j % 4 * 8);
       }
-      char* target = base + L::kQ + dim / 128 * L::kQBlock + row * 128 + (((dim / 16 ^ row) & 7) << 4) + dim % 16;
-      *reinterpret_cast<uint2*>(target) = make_uint2(high[0], high[1]);
-      *reinterpret_cast<uint2*>(target + kRows * 128) = make_uint2(low[0], low[1]);
+      const auto target = [&](int column) {
+        return reinterpret_cast<uint2*>(base + L::kQ + dim / 128 * L::kQBlock + column * 128 + (((dim / 16 ^ column) & 7) << 4) + dim % 16);
+      };
+      *target(Columns<kRows>::high_column(row)) = make_uint2(high[0], high[1]);
+      *target(Columns<kRows>::low_column(row)) = make_uint2(low[0], low[1]);
     }
     // A q row that is not finite has no digits: its factor makes every score NaN.
     if (part == 0) reinterpret_cast<float*>(base + L::kFactor)[row] = isfinite(top) ? score_factor(args.sm_scale, exponent - 14) : __int_as_float(0x7fc00000);
   }
 };
 
-// Scores of this lane's two cells (rows r and r + 8 of its warp) and four q rows (2c, 2c + 1, 8 + 2c, 9 + 2c): [i] is cell (i >> 1) & 1.
-template <int kDim>
-__device__ __forceinline__ void scores(const Warpgroup<kDim>& w, float (&score)[8]) {
-  using L = Layout<kDim>;
+// Scores of this lane's cells and query rows.
+template <int kDim, int kRows>
+__device__ __forceinline__ void scores(const Warpgroup<kDim, kRows>& w, float (&score)[Columns<kRows>::kValues]) {
+  using L = Layout<kDim, kRows>;
+  using C = Columns<kRows>;
   const uint64_t k = swizzled_descriptor(w.smem + L::kK), q = swizzled_descriptor(w.smem + L::kQ);
-  int sum[2][16];
+  int sum[2][kRows];
   const auto multiply = [&](int g) {
     wgmma_fence();
 #pragma unroll
@@ -172,27 +181,27 @@ __device__ __forceinline__ void scores(const Warpgroup<kDim>& w, float (&score)[
   };
   multiply(0);
   if constexpr (L::kGroups > 1) multiply(1);
-  __half scale[2][L::kGroups];
+  __half k_scale[2][L::kGroups];
 #pragma unroll
-  for (int h = 0; h < 2; ++h) load_scales(scale[h], w.base + L::kKScale + (w.warp * kWarpCells + w.r + 8 * h) * L::kScaleBytes);
+  for (int h = 0; h < 2; ++h) load_scales(k_scale[h], w.base + L::kKScale + (w.warp * kWarpCells + w.r + 8 * h) * L::kScaleBytes);
 #pragma unroll
   for (int g = 0; g < L::kGroups; ++g) {
     if (g + 1 < L::kGroups) wgmma_wait<1>();
     else wgmma_wait<0>();
-    const float a = __half2float(scale[0][g]), b = __half2float(scale[1][g]);
+    const float a = __half2float(k_scale[0][g]), b = __half2float(k_scale[1][g]);
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float exact = static_cast<float>(sum[g & 1][i] * 256 + sum[g & 1][8 + i]);
-      score[i] = g == 0 ? ((i & 2) ? b : a) * exact : fmaf((i & 2) ? b : a, exact, score[i]);
+    for (int v = 0; v < C::kValues; ++v) {
+      const float exact = static_cast<float>(sum[g & 1][C::high(v)] * 256 + sum[g & 1][C::low(v)]), scale = C::cell(v) ? b : a;
+      score[v] = g == 0 ? scale * exact : fmaf(scale, exact, score[v]);
     }
     if (g + 2 < L::kGroups) multiply(g + 2);
   }
 }
 
 // The V codes that this warp multiplies: dims 64 g + 16 warp .. of all cells of the round, transposed.
-template <int kDim>
-__device__ __forceinline__ void load_values(const Warpgroup<kDim>& w, uint4 (&raw)[Layout<kDim>::kGroups][2]) {
-  using L = Layout<kDim>;
+template <int kDim, int kRows>
+__device__ __forceinline__ void load_values(const Warpgroup<kDim, kRows>& w, uint4 (&raw)[kDim / kGroup][2]) {
+  using L = Layout<kDim, kRows>;
   const uint32_t v = w.smem + L::kV + w.lane * 128 + (((w.warp ^ w.lane) & 7) << 4);
 #pragma unroll
   for (int g = 0; g < L::kGroups; ++g)
@@ -201,10 +210,9 @@ __device__ __forceinline__ void load_values(const Warpgroup<kDim>& w, uint4 (&ra
 }
 
 // out += V^T P^T of the round; out[g] holds dims 64 g + 16 warp + 2 r (+ 1) of the four q rows.
-template <int kDim>
-__device__ __forceinline__ void add_values(const Warpgroup<kDim>& w, const uint4 (&raw)[Layout<kDim>::kGroups][2], float (&out)[Layout<kDim>::kGroups][8],
-                                           uint32_t mask) {
-  using L = Layout<kDim>;
+template <int kDim, int kRows>
+__device__ __forceinline__ void add_values(const Warpgroup<kDim, kRows>& w, const uint4 (&raw)[kDim / kGroup][2], float (&out)[kDim / kGroup][8], uint32_t mask) {
+  using L = Layout<kDim, kRows>;
   const uint64_t p = core_descriptor(w.smem + L::kP, 256, 128);
 #pragma unroll
   for (int g = 0; g < L::kGroups; ++g) {
@@ -227,21 +235,19 @@ __device__ __forceinline__ void add_values(const Warpgroup<kDim>& w, const uint4
   wgmma_wait<0>();
 }
 
-__device__ __forceinline__ int row_of(int i, int c) { return (i & 1) + (i >> 1) * 8 + 2 * c; }   // of a lane's four q rows
-__device__ __forceinline__ int slot_of(int i) { return (i & 1) + (i >> 1) * 4; }                // its place in score[8] and out[g][8]
-
-template <int kDim>
+template <int kDim, int kRows>
 __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const Plan plan) {
-  using L = Layout<kDim>;
+  using L = Layout<kDim, kRows>;
+  using C = Columns<kRows>;
   extern __shared__ char shared[];
   wait_for_dependencies();
   launch_dependents();
   const int warp8 = __shfl_sync(~0u, threadIdx.x / 32, 0), side = warp8 / 4;  // uniform: descriptors stay in uniform registers
   char* base = shared + (-smem_address(shared) & 1023) + side * L::kBytes;  // keeps the address space: no generic loads
   const int thread = threadIdx.x % 128, lane = thread % 32;
-  const Warpgroup<kDim> w = {args, base, smem_address(base), thread, warp8 % 4, lane, lane / 4, lane % 4, 1 + side};
-  const int64_t worker = plan.step == 2 ? blockIdx.x : static_cast<int64_t>(blockIdx.x) * 2 + side;
-  int64_t units = plan.units;
+  const Warpgroup<kDim, kRows> w = {args, base, smem_address(base), thread, warp8 % 4, lane, lane / 4, lane % 4, 1 + side};
+  const int worker = plan.step == 2 ? blockIdx.x : blockIdx.x * 2 + side;
+  int units = plan.units;
   uint32_t* left_bits = reinterpret_cast<uint32_t*>(base - side * L::kBytes + L::kP);
   const int words = (plan.blocks + 31) / 32;
   if (plan.status != nullptr) {  // the bits of the blocks left, their number
@@ -252,15 +258,16 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
     __syncthreads();
     int count = 0;
     for (int i = lane; i < words; i += 32) count += __popc(left_bits[i]);
-    units = static_cast<int64_t>(__reduce_add_sync(~0u, count)) * plan.block * plan.pairs * plan.rounds;
+    int tokens = __reduce_add_sync(~0u, count) * plan.block;
+    if (left_bits[(plan.blocks - 1) / 32] >> (plan.blocks - 1) % 32 & 1) tokens -= plan.blocks * plan.block - static_cast<int>(args.tokens);  // the last block
+    units = tokens * plan.pairs * plan.rounds;
     if (blockIdx.x == 0 && threadIdx.x == 0) *plan.units_left = units;
   }
-  const int64_t workers = min(plan.workers, units);
-  if (workers == 0) return;
-  const int64_t begin = part_begin(units, workers, min(worker, workers - 1));
-  const int count = static_cast<int>(part_begin(units, workers, worker + 1) - begin);  // rounds of this part
-  const int rounds = static_cast<int>(plan.rounds), group = static_cast<int>(args.q_heads / args.kv_heads);
-  const int pairs = plan.pairs, head_tiles = (group + kRows - 1) / kRows;
+  if (units == 0) return;
+  const Parts parts(units, plan.most_workers);
+  const int begin = parts.begin(min(worker, parts.workers - 1)), count = parts.begin(worker + 1) - begin;
+  const int rounds = plan.rounds, group = static_cast<int>(args.q_heads / args.kv_heads);
+  const int pairs = plan.pairs, head_tiles = (group + kTileRows - 1) / kTileRows;
   const uint32_t mask = opaque(0x00ff00ffu);
 
   // A place in the list of (token, tile or pair of tiles, round), and the heads it stands for.
@@ -280,25 +287,40 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
     int kv, first, rows;
   };
   const auto heads_of = [&](const Place& p) {
-    const int tile = p.pair * plan.step + (plan.step == 2 ? side : 0), in_group = tile % head_tiles * kRows;
-    return Heads{tile / head_tiles, tile / head_tiles * group + in_group, min(kRows, group - in_group)};
+    const int tile = p.pair * plan.step + (plan.step == 2 ? side : 0), in_group = tile % head_tiles * kTileRows;
+    return Heads{tile / head_tiles, tile / head_tiles * group + in_group, min(kTileRows, group - in_group)};
   };
-  const int64_t item = begin / rounds;
-  Place now = {static_cast<int>(item / pairs), static_cast<int>(item % pairs), static_cast<int>(begin % rounds)};
+  const int item = begin / rounds;
+  Place now = {item / pairs, item % pairs, begin % rounds};
   if (plan.status != nullptr) {  // from the rank among the tokens left to the token
     int rest = now.token / plan.block, word = 0;
     while (rest >= __popc(left_bits[word])) rest -= __popc(left_bits[word++]);
     now.token = (word * 32 + __fns(left_bits[word], 0, rest + 1)) * plan.block + now.token % plan.block;
     __syncthreads();
   }
-  if (worker >= workers) return;
+  if (worker >= parts.workers) return;
+  if constexpr (kRows == 12) {  // columns of P that stay zero
+    for (int i = thread; i < L::kGroups * L::kPGroup / 16; i += 128) *reinterpret_cast<uint4*>(base + L::kP + i * 16) = make_uint4(0, 0, 0, 0);
+  }
   Heads heads = heads_of(now);
-  const auto id_at = [&](const Place& p) {  // of this lane's cell
-    const int slot = p.round * kCells + w.warp * kWarpCells + w.own_cell();
-    return slot < args.slots && p.token < args.tokens ? static_cast<int>(cell_of(args, p.token, slot)) : -1;
+  // The id of this lane's cell, requested a round before it is looked at: whatever reads a register that is on its way waits.
+  int id_low, id_high;
+  const auto request_id = [&](const Place& p) {
+    const int slot = p.round * kCells + w.warp * kWarpCells + lane % kWarpCells;
+    id_low = -1, id_high = 0;
+    if (slot >= static_cast<int>(args.slots)) return;
+    const int64_t at = p.token * args.slots + slot;
+    if (args.wide_ids) {
+      const int2 id = __ldg(static_cast<const int2*>(args.ids) + at);
+      id_low = id.x, id_high = id.y;
+    } else {
+      id_low = __ldg(static_cast<const int*>(args.ids) + at);
+    }
   };
+  const auto requested_id = [&] { return id_high == 0 && static_cast<uint32_t>(id_low) < static_cast<uint32_t>(args.cells) ? id_low : -1; };
 
-  float out[L::kGroups][8], top[4], sum[4], factor[4];
+  float out[L::kGroups][8];  // [g][i]: dim 64 g + 16 warp + 2 r + (i >> 1 & 1), query row 2 c + (i & 1) + (i >> 2) * 8
+  float top[C::kOwn], sum[C::kOwn], factor[C::kOwn];
   uint32_t scale_down[(L::kGroups + 1) / 2];  // fp16 pairs: 2^-E of each group
   const auto start_item = [&] {
 #pragma unroll
@@ -306,9 +328,9 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
 #pragma unroll
       for (float& value : out[g]) value = 0.0f;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
+    for (int i = 0; i < C::kOwn; ++i) {
       top[i] = kLowest, sum[i] = 0.0f;
-      factor[i] = reinterpret_cast<const float*>(base + L::kFactor)[row_of(i, w.c)];
+      factor[i] = reinterpret_cast<const float*>(base + L::kFactor)[C::row(i, w.c)];
     }
 #pragma unroll
     for (uint32_t& pair : scale_down) pair = 0x78007800u;  // 2^15
@@ -316,20 +338,22 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
 
   Place next = now;
   advance(next);
-  int id = id_at(now);
+  request_id(now);
+  int id = requested_id();
+  if (count > 1) request_id(next);
   uint32_t valid = __ballot_sync(~0u, id >= 0);
   w.copy(L::kK, L::kKScale, args.k, args.k_scale, heads.kv, id, valid);
   w.copy(L::kV, L::kVScale, args.v, args.v_scale, heads.kv, id, valid);
   w.store_q(now.token, heads.first, heads.rows);
-  id = count > 1 ? id_at(next) : -1;
   cp_async_wait<1>();
   fence_async_shared();
   warpgroup_sync(w.barrier);
   start_item();
   int item_start = 0;
   for (int done = 0; done < count; ++done) {
-    float score[8], p[8];
+    float score[C::kValues], p[C::kValues];
     scores(w, score);
+    id = done + 1 < count ? requested_id() : -1;
     __syncwarp();  // the lanes have read the scales; the products of the whole warpgroup are complete: K and Q are free
     const uint32_t next_valid = __ballot_sync(~0u, id >= 0);
     const bool complete = next.round == 0, last = done + 1 == count, item_ends = complete || last;
@@ -338,14 +362,11 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
     bool move = false;  // a maximum, or a group's power of two
     const auto weigh = [&] {
 #pragma unroll
-      for (int i = 0; i < 8; ++i) {
-        const int row = (i & 1) + (i >> 2) * 2;
-        p[i] = fmaf(score[i] - top[row], factor[row], kShift);
-      }
+      for (int v = 0; v < C::kValues; ++v) p[v] = fmaf(score[v] - top[C::own(v)], factor[C::own(v)], kShift);
       if (valid != ~0u) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i)
-          if (!w.has(valid, w.r + ((i & 2) ? 8 : 0))) p[i] = -INFINITY;
+        for (int v = 0; v < C::kValues; ++v)
+          if (!w.has(valid, w.r + 8 * C::cell(v))) p[v] = -INFINITY;
       }
     };
     weigh();
@@ -362,38 +383,48 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
       for (int g = 0; g < (L::kGroups + 1) / 2; ++g)
         scale[h][g] = kDim == 64 ? *reinterpret_cast<const uint16_t*>(scale_row + h * 8 * L::kScaleBytes)
                                  : reinterpret_cast<const uint32_t*>(scale_row + h * 8 * L::kScaleBytes)[g];
-    float row_sum[4];
+    float row_sum[C::kOwn];
     const auto store_p = [&] {
 #pragma unroll
       for (float& x : p) x = exp2_fast(x);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) row_sum[i] = p[slot_of(i)] + p[slot_of(i) + 2];
-      const uint32_t half[4] = {pack_half2(p[0], p[1]), pack_half2(p[4], p[5]), pack_half2(p[2], p[3]), pack_half2(p[6], p[7])};
+      for (int i = 0; i < C::kOwn; ++i) row_sum[i] = p[C::value(i, 0)] + p[C::value(i, 1)];
+      uint32_t half[4] = {pack_half2(p[0], p[1]), pack_half2(p[2], p[3]), pack_half2(p[4], p[5])};  // of two rows and a cell, or a row and both cells
+      if constexpr (kRows == 16) half[3] = pack_half2(p[6], p[7]);
       char* target = base + L::kP + w.warp * 512 + w.r * 16 + w.c * 4;  // [group][warp][8 cells][8 rows of P][cell][row]
+      uint32_t size = 0;
 #pragma unroll
-      for (int g = 0; g < L::kGroups; ++g)
+      for (int g = 0; g < L::kGroups; g += 2) {
+        const uint32_t pair[2] = {multiply_half2(scale[0][g / 2], scale_down[g / 2]), multiply_half2(scale[1][g / 2], scale_down[g / 2])};
+        size = larger_half2(size, larger_half2(pair[0] & 0x7fff7fffu, pair[1] & 0x7fff7fffu));
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          const uint32_t pair = multiply_half2(scale[h][g / 2], scale_down[g / 2]), both = __byte_perm(pair, pair, g % 2 ? 0x3232 : 0x1010);
-          if ((g & 1) == 0 || L::kGroups == 1) {
-            const __half2 size = __habs2(*reinterpret_cast<const __half2*>(&pair));
-            move |= __half2float(__hmax(__low2half(size), __high2half(size))) > kScaleSlack;
+        for (int odd = 0; odd < (L::kGroups > 1 ? 2 : 1); ++odd) {
+          char* to = target + (g + odd) * L::kPGroup;
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const uint32_t both = __byte_perm(pair[h], 0, odd ? 0x3232 : 0x1010);
+            *reinterpret_cast<uint32_t*>(to + h * 256) = multiply_half2(half[h], both);
+            if constexpr (kRows == 16) *reinterpret_cast<uint32_t*>(to + h * 256 + 128) = multiply_half2(half[2 + h], both);
           }
-          *reinterpret_cast<uint32_t*>(target + g * L::kPGroup + h * 256) = multiply_half2(half[2 * h], both);
-          *reinterpret_cast<uint32_t*>(target + g * L::kPGroup + h * 256 + 128) = multiply_half2(half[2 * h + 1], both);
+          if constexpr (kRows == 12) {
+            const uint32_t third = multiply_half2(half[2], __byte_perm(pair[0], pair[1], odd ? 0x7632 : 0x5410));
+            *reinterpret_cast<uint16_t*>(to - 2 * w.c + 128) = static_cast<uint16_t>(third);
+            *reinterpret_cast<uint16_t*>(to - 2 * w.c + 256 + 128) = static_cast<uint16_t>(third >> 16);
+          }
         }
+      }
+      move |= __half2float(__hmax(__ushort_as_half(size & 0xffff), __ushort_as_half(size >> 16))) > kScaleSlack;
       fence_async_shared();
     };
     store_p();
     if (warpgroup_any(w.barrier, move)) {  // rare: move the maxima and the powers of two, write P again
       float* most = w.exchange();
-      uint32_t* most_scale = reinterpret_cast<uint32_t*>(most + 4 * kRows);
+      uint32_t* most_scale = reinterpret_cast<uint32_t*>(most + 4 * kTileRows);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int s = slot_of(i);
-        float x = fmaxf(w.has(valid, w.r) ? score[s] : kLowest, w.has(valid, w.r + 8) ? score[s + 2] : kLowest);
+      for (int i = 0; i < C::kOwn; ++i) {
+        float x = fmaxf(w.has(valid, w.r) ? score[C::value(i, 0)] : kLowest, w.has(valid, w.r + 8) ? score[C::value(i, 1)] : kLowest);
         for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, offset));
-        if (w.r == 0) most[w.warp * kRows + row_of(i, w.c)] = x;
+        if (w.r == 0) most[w.warp * kTileRows + C::row(i, w.c)] = x;
       }
 #pragma unroll
       for (int g = 0; g < L::kGroups; ++g) {
@@ -402,14 +433,19 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
         if (lane == 0) most_scale[w.warp * 4 + g] = largest;
       }
       warpgroup_sync(w.barrier);
-      float shrink[4];
+      float shrink[4];  // of the rows of `out`
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float* m = most + row_of(i, w.c);
-        const float x = fmaxf(fmaxf(fmaxf(m[0], m[kRows]), fmaxf(m[2 * kRows], m[3 * kRows])), top[i]);
+      for (int i = 0; i < C::kOwn; ++i) {
+        const float* m = most + C::row(i, w.c);
+        const float x = fmaxf(fmaxf(fmaxf(m[0], m[kTileRows]), fmaxf(m[2 * kTileRows], m[3 * kTileRows])), top[i]);
         shrink[i] = exp2_fast((top[i] - x) * factor[i]);
         top[i] = x;
         sum[i] *= shrink[i];
+      }
+      if constexpr (kRows == 12) {  // rows 8 + 2 c and 9 + 2 c are those of other lanes
+        const int from = lane - w.c + 2 * w.c % 4;
+        shrink[3] = __shfl_sync(~0u, shrink[2], from + 1);
+        shrink[2] = __shfl_sync(~0u, shrink[2], from);
       }
 #pragma unroll
       for (int g = 0; g < L::kGroups; ++g) {
@@ -421,7 +457,7 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
         scale_down[g / 2] ^= (before ^ after) << (g % 2 * 16);
         const float step = __half2float(__ushort_as_half(after)) / __half2float(__ushort_as_half(before));
 #pragma unroll
-        for (int i = 0; i < 4; ++i) out[g][slot_of(i)] *= shrink[i] * step, out[g][slot_of(i) + 2] *= shrink[i] * step;
+        for (int i = 0; i < 8; ++i) out[g][i] *= shrink[(i & 1) + (i >> 2) * 2] * step;
       }
       weigh();
       store_p();
@@ -429,7 +465,7 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
     }
     // All have written P, V has landed.
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i] += row_sum[i];
+    for (int i = 0; i < C::kOwn; ++i) sum[i] += row_sum[i];
     uint4 raw[L::kGroups][2];
     load_values(w, raw);
     warpgroup_sync(w.barrier);  // all have read V
@@ -440,17 +476,18 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
       const bool whole = complete && done + 1 - item_start == rounds;
       float* part = w.exchange();
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < C::kOwn; ++i) {
         for (int offset = 4; offset < 32; offset *= 2) sum[i] += __shfl_xor_sync(~0u, sum[i], offset);
-        if (w.r == 0) part[w.warp * kRows + row_of(i, w.c)] = sum[i];
+        if (w.r == 0) part[w.warp * kTileRows + C::row(i, w.c)] = sum[i];
       }
       warpgroup_sync(w.barrier);
-      const int64_t slot = (worker * plan.step + (plan.step == 2 ? side : 0)) * 2 + (item_start == 0 ? 0 : 1);
+      const auto total_of = [&](int row) { return (part[row] + part[kTileRows + row]) + (part[2 * kTileRows + row] + part[3 * kTileRows + row]); };
+      const int64_t slot = (static_cast<int64_t>(worker) * plan.step + (plan.step == 2 ? side : 0)) * 2 + (item_start == 0 ? 0 : 1);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = row_of(i, w.c), s = slot_of(i);
+        const int row = 2 * w.c + (i & 1) + (i >> 1) * 8, s = (i & 1) + (i >> 1) * 4;
         if (row >= heads.rows) continue;
-        const float total = (part[row] + part[kRows + row]) + (part[2 * kRows + row] + part[3 * kRows + row]);
+        const float total = total_of(row);
         const float inverse = total == 0.0f ? 0.0f : __frcp_rn(total);
         const int64_t head = heads.first + row;
         const char* gate = args.gate.data == nullptr || total == 0.0f ? nullptr : args.gate.data + now.token * args.gate.stride + head * args.gate.head_stride;
@@ -459,11 +496,17 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
           const int dim = g * 64 + w.warp * 16 + 2 * w.r;
           const float up = 1.0f / __half2float(__ushort_as_half(static_cast<uint16_t>(scale_down[g / 2] >> (g % 2 * 16))));
           const float x = out[g][s] * up, y = out[g][s + 2] * up;
-          if (!whole) *reinterpret_cast<float2*>(plan.sums + (slot * kRows + row) * kDim + dim) = make_float2(x, y);
-          else if (now.token < args.tokens)
+          if (!whole) *reinterpret_cast<float2*>(plan.sums + (slot * kTileRows + row) * kDim + dim) = make_float2(x, y);
+          else
             store_pair(args, (static_cast<int64_t>(now.token) * args.q_heads + head) * kDim + dim, x * inverse, y * inverse, gate, dim);
         }
-        if (!whole && w.warp == 0 && w.r == 0) plan.stats[slot * kRows + row] = make_float4(top[i], total, factor[i], __int_as_float(now.token));
+      }
+      if (!whole && w.warp == 0 && w.r == 0) {
+#pragma unroll
+        for (int i = 0; i < C::kOwn; ++i) {
+          const int row = C::row(i, w.c);
+          if (row < heads.rows) plan.stats[slot * kTileRows + row] = make_float4(top[i], total_of(row), factor[i], __int_as_float(now.token));
+        }
       }
       if (!last) w.store_q(next.token, next_heads.first, next_heads.rows);
       item_start = done + 1;
@@ -475,64 +518,10 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
     valid = next_valid;
     now = next;
     advance(next);
-    id = done + 2 < count ? id_at(next) : -1;
+    if (done + 2 < count) request_id(next);
     heads = next_heads;
   }
   cp_async_wait<0>();
-}
-
-// Joins the parts of an item that was cut between workers, in order. One CTA per (boundary between workers, side, query row).
-template <int kDim>
-__global__ void __launch_bounds__(kDim / 4) merge_parts(const AttnArgs args, const Plan plan) {
-  wait_for_dependencies();
-  launch_dependents();
-  const int64_t units = plan.status == nullptr ? plan.units : __ldcg(plan.units_left), workers = min(plan.workers, units), boundary = blockIdx.x + 1;
-  if (boundary >= workers) return;
-  const int64_t start = part_begin(units, workers, boundary), item = start / plan.rounds;
-  if (start == item * plan.rounds) return;                    // nothing is cut here
-  const int64_t previous = part_begin(units, workers, boundary - 1);
-  if (previous > item * plan.rounds) return;                  // cut before as well: that boundary's CTA has it
-  const int parts = static_cast<int>(((item + 1) * plan.rounds * workers - 1) / units - boundary + 2);
-  const int side = blockIdx.y / kRows, row = blockIdx.y % kRows, column = threadIdx.x * 4, lane = threadIdx.x % 32;
-  const int group = static_cast<int>(args.q_heads / args.kv_heads), head_tiles = (group + kRows - 1) / kRows;
-  const int tile = static_cast<int>(item % plan.pairs) * plan.step + side;
-  if (row >= group - tile % head_tiles * kRows) return;
-  // Only the first worker can have begun with another item.
-  const int64_t first = (((boundary - 1) * plan.step + side) * 2 + (previous < item * plan.rounds)) * kRows + row;
-  const int64_t stride = static_cast<int64_t>(plan.step) * 2 * kRows, second = (boundary * plan.step + side) * 2 * kRows + row;
-  const auto slot = [&](int i) { return i == 0 ? first : second + (i - 1) * stride; };
-  const int64_t token = __float_as_int(__ldcg(&plan.stats[first]).w);
-  if (token >= args.tokens) return;
-
-  constexpr int kLanes = kDim / 4 < 32 ? kDim / 4 : 32;
-  constexpr uint32_t kMask = kLanes == 32 ? ~0u : (1u << kLanes) - 1;
-  float top = kLowest;
-  for (int i = lane; i < parts; i += kLanes) top = fmaxf(top, __ldcg(&plan.stats[slot(i)]).x);
-  for (int offset = kLanes / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kMask, top, offset));
-  float total = 0.0f;
-  float4 sum = {};
-  for (int chunk = 0; chunk < parts; chunk += kLanes) {  // a lane per part for the weights, then every thread over the parts
-    float weight = 0.0f, share = 0.0f;
-    if (chunk + lane < parts) {
-      const float4 stat = __ldcg(&plan.stats[slot(chunk + lane)]);
-      weight = exp2_fast((stat.x - top) * stat.z);
-      share = weight * stat.y;
-    }
-    for (int offset = kLanes / 2; offset > 0; offset /= 2) share += __shfl_xor_sync(kMask, share, offset);
-    total += share;
-#pragma unroll 16
-    for (int i = 0; i < kLanes; ++i) {
-      if (chunk + i >= parts) break;
-      const float4 part = __ldcg(reinterpret_cast<const float4*>(plan.sums + slot(chunk + i) * kDim + column));
-      const float w = __shfl_sync(kMask, weight, i);
-      sum.x = fmaf(w, part.x, sum.x), sum.y = fmaf(w, part.y, sum.y), sum.z = fmaf(w, part.z, sum.z), sum.w = fmaf(w, part.w, sum.w);
-    }
-  }
-  const float inverse = total == 0.0f ? 0.0f : __frcp_rn(total);
-  const int64_t head = static_cast<int64_t>(tile / head_tiles) * group + tile % head_tiles * kRows + row, at = (token * args.q_heads + head) * kDim + column;
-  const char* gate = args.gate.data == nullptr || total == 0.0f ? nullptr : args.gate.data + token * args.gate.stride + head * args.gate.head_stride;
-  store_pair(args, at, sum.x * inverse, sum.y * inverse, gate, column);
-  store_pair(args, at + 2, sum.z * inverse, sum.w * inverse, gate, column + 2);
 }
 
 int multiprocessors() {
@@ -543,18 +532,17 @@ int multiprocessors() {
 }
 
 Plan make_plan(const AttnArgs& args, void* workspace, const uint8_t* status) {
-  const int64_t group = args.q_heads / args.kv_heads, tiles = args.kv_heads * ((group + kRows - 1) / kRows);
+  const int64_t group = args.q_heads / args.kv_heads, tiles = args.kv_heads * ((group + kTileRows - 1) / kTileRows);
   Plan plan = {};
-  plan.rounds = (args.slots + kCells - 1) / kCells;
+  plan.rounds = static_cast<int>((args.slots + kCells - 1) / kCells);
   plan.step = tiles % 2 == 0 ? 2 : 1;
   plan.pairs = static_cast<int>(tiles / plan.step);
-  plan.units = args.tokens * plan.pairs * plan.rounds;
-  const int64_t most = 2 * multiprocessors() * (plan.step == 2 ? 1 : 2);
-  plan.workers = plan.units < most ? plan.units : most;
-  const int64_t slots = plan.workers * plan.step * 2 * kRows;
+  plan.units = static_cast<int>(args.tokens * plan.pairs * plan.rounds);
+  plan.most_workers = Parts(plan.units, 2 * multiprocessors() * (plan.step == 2 ? 1 : 2)).workers;
+  const int64_t slots = static_cast<int64_t>(plan.most_workers) * plan.step * 2 * kTileRows;
   plan.stats = static_cast<float4*>(workspace);
   plan.sums = reinterpret_cast<float*>(plan.stats + slots);
-  plan.units_left = reinterpret_cast<int64_t*>(plan.sums + slots * args.dim);
+  plan.units_left = reinterpret_cast<int*>(plan.sums + slots * args.dim);
   plan.status = status;
   if (status != nullptr) {
     plan.block = static_cast<int>(dense_tokens(args));
@@ -564,15 +552,12 @@ Plan make_plan(const AttnArgs& args, void* workspace, const uint8_t* status) {
   return plan;
 }
 
-template <int kDim>
+template <int kDim, int kRows>
 cudaError_t launch(const AttnArgs& args, const Plan& plan, cudaStream_t stream) {
-  const int64_t ctas = plan.step == 2 ? plan.workers : (plan.workers + 1) / 2;
-  const cudaError_t error =
-      launch_overlapped(sparse<kDim>, static_cast<unsigned>(ctas), kThreads, 2 * Layout<kDim>::kBytes + 1024, stream, args, plan);
-  bool cut = plan.status != nullptr;
-  for (int64_t i = 1; i < plan.workers && !cut; ++i) cut = part_begin(plan.units, plan.workers, i) % plan.rounds != 0;
-  if (error != cudaSuccess || !cut || plan.workers < 2) return error;
-  return launch_overlapped(merge_parts<kDim>, dim3(static_cast<unsigned>(plan.workers - 1), plan.step * kRows), kDim / 4, 0, stream, args, plan);
+  const Parts parts(plan.units, plan.most_workers);
+  const int ctas = plan.step == 2 ? parts.workers : (parts.workers + 1) / 2;
+  const cudaError_t error = launch_overlapped(sparse<kDim, kRows>, ctas, kThreads, 2 * Layout<kDim, kRows>::kBytes + 1024, stream, args, plan);
+  return error == cudaSuccess ? launch_merge_parts(args, plan, stream) : error;
 }
 
 }  // namespace
@@ -581,21 +566,22 @@ bool sparse_fits(const AttnArgs& args) {
   constexpr int64_t kInt = int64_t{1} << 31;
   for (const DeviceRows* rows : {&args.k, &args.v, &args.k_scale, &args.v_scale})
     if (rows->stride < 0 || rows->stride >= 2 * kInt || rows->head_stride < 0 || rows->head_stride >= 2 * kInt) return false;
+  const int64_t rounds = (args.slots + kCells - 1) / kCells, tiles = args.kv_heads * ((args.q_heads / args.kv_heads + kTileRows - 1) / kTileRows);
   return args.kv_type == Kv::i8 && args.out_type != Float::f32 && args.slots > 0 && args.slots < kInt && args.cells > 0 && args.cells < kInt &&
-         args.tokens < kInt;
+         args.tokens < kInt / 64 && args.tokens * tiles < kInt / rounds;  // the units are ints
 }
 
 int64_t sparse_workspace_bytes(const AttnArgs& args) {
   const Plan plan = make_plan(args, nullptr, nullptr);
-  return reinterpret_cast<intptr_t>(plan.units_left) + static_cast<int64_t>(sizeof(int64_t));
+  return reinterpret_cast<intptr_t>(plan.units_left) + static_cast<int64_t>(sizeof(int));
 }
 
 cudaError_t launch_sparse(const AttnArgs& args, void* workspace, const uint8_t* status, cudaStream_t stream) {
   const Plan plan = make_plan(args, workspace, status);
   switch (args.dim) {
-    case 64: return launch<64>(args, plan, stream);
-    case 128: return launch<128>(args, plan, stream);
-    default: return launch<256>(args, plan, stream);
+    case 64: return launch<64, 16>(args, plan, stream);
+    case 128: return launch<128, 16>(args, plan, stream);
+    default: return args.q_heads / args.kv_heads <= 12 ? launch<256, 12>(args, plan, stream) : launch<256, 16>(args, plan, stream);
   }
 }
 

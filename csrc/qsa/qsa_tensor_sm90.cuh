@@ -34,6 +34,10 @@ __device__ __forceinline__ uint32_t multiply_half2(uint32_t a, uint32_t b) {
   const __half2 product = __hmul2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b));
   return *reinterpret_cast<const uint32_t*>(&product);
 }
+__device__ __forceinline__ uint32_t larger_half2(uint32_t a, uint32_t b) {
+  const __half2 larger = __hmax2(*reinterpret_cast<const __half2*>(&a), *reinterpret_cast<const __half2*>(&b));
+  return *reinterpret_cast<const uint32_t*>(&larger);
+}
 // (word & mask) ^ bits is one LOP3 only if the compiler cannot see the mask: an instruction has room for one constant.
 __device__ __forceinline__ uint32_t opaque(uint32_t value) {
   asm volatile("" : "+r"(value));
@@ -45,14 +49,31 @@ __device__ __forceinline__ uint32_t codes_to_half2(uint32_t word, uint32_t mask)
   const __half2 value = __hsub2(*reinterpret_cast<const __half2*>(&biased), __half2half2(__ushort_as_half(0x6480)));
   return *reinterpret_cast<const uint32_t*>(&value);
 }
+// All four codes of a word, in order.
+__device__ __forceinline__ void codes_in_order(uint32_t word, uint32_t& low, uint32_t& high) {
+  const __half2 bias = __half2half2(__ushort_as_half(0x6480));
+  const uint32_t biased = word ^ 0x80808080u, a = __byte_perm(biased, 0x64646464u, 0x4140), b = __byte_perm(biased, 0x64646464u, 0x4342);
+  const __half2 x = __hsub2(*reinterpret_cast<const __half2*>(&a), bias), y = __hsub2(*reinterpret_cast<const __half2*>(&b), bias);
+  low = *reinterpret_cast<const uint32_t*>(&x), high = *reinterpret_cast<const uint32_t*>(&y);
+}
 __device__ __forceinline__ uint32_t both_halves(__half value) {
   const __half2 pair = __half2half2(value);
   return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ float2 unpack_bf162(uint32_t pair) { return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)); }
+// Issued where it stands.
+__device__ __forceinline__ uint4 load_global16(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(from));
+  return v;
 }
 __device__ __forceinline__ uint4 load_shared16(uint32_t smem) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(smem) : "memory");
   return v;
+}
+__device__ __forceinline__ void store_shared16(uint32_t smem, uint32_t x, uint32_t y, uint32_t z, uint32_t w) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(smem), "r"(x), "r"(y), "r"(z), "r"(w) : "memory");
 }
 __device__ __forceinline__ uint4 load_matrix_transposed(uint32_t smem) {
   uint4 v;
@@ -71,7 +92,7 @@ __device__ __forceinline__ void load8(float (&value)[8], const char* row, Float 
   const uint32_t word[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const float2 pair = type == Float::f16 ? sm90::unpack_half2(word[j]) : make_float2(__uint_as_float(word[j] << 16), __uint_as_float(word[j] & 0xffff0000u));
+    const float2 pair = type == Float::f16 ? sm90::unpack_half2(word[j]) : unpack_bf162(word[j]);
     value[2 * j] = pair.x, value[2 * j + 1] = pair.y;
   }
 }

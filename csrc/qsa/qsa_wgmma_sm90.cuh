@@ -9,6 +9,10 @@ namespace mori::qsa {
 __device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t smem) {
   return static_cast<uint64_t>((smem & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
+// The same for a tile whose rows of 128 bytes run along N: `lead` bytes between neighbouring blocks of 64 columns. +128 is 16 of K.
+__device__ __forceinline__ uint64_t swizzled_mn_descriptor(uint32_t smem, uint32_t lead) {
+  return static_cast<uint64_t>((smem & 0x3ffff) >> 4) | static_cast<uint64_t>(lead >> 4) << 16 | 64ull << 32 | 1ull << 62;
+}
 // Descriptor of 8 x 8 core matrices of 16-bit values (8 rows of 16 bytes, dense) without swizzle; the bytes between neighbours along
 // K (lead) and along N (stride).
 __device__ __forceinline__ uint64_t core_descriptor(uint32_t smem, uint32_t lead, uint32_t stride) {
@@ -16,8 +20,11 @@ __device__ __forceinline__ uint64_t core_descriptor(uint32_t smem, uint32_t lead
 }
 
 #define MORI_D8(c, d, i) c(d[i]), c(d[i + 1]), c(d[i + 2]), c(d[i + 3]), c(d[i + 4]), c(d[i + 5]), c(d[i + 6]), c(d[i + 7])
-#define MORI_D24(d) MORI_D8("+f", d, 0), MORI_D8("+f", d, 8), MORI_D8("+f", d, 16)
-#define MORI_R24 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23"
+#define MORI_D32(d, i) MORI_D8("+f", d, i), MORI_D8("+f", d, i + 8), MORI_D8("+f", d, i + 16), MORI_D8("+f", d, i + 24)
+#define MORI_R32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define MORI_R64 "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define MORI_R96 "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define MORI_R128 "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 
 // d[64 x N] += a[64 x 16] b[16 x N] in fp16, b with N contiguous: N = 2 * (floats of d).
 __device__ __forceinline__ void wgmma_fp16_mn(float (&d)[8], const uint32_t (&a)[4], uint64_t b) {
@@ -25,19 +32,25 @@ __device__ __forceinline__ void wgmma_fp16_mn(float (&d)[8], const uint32_t (&a)
                : MORI_D8("+f", d, 0)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-__device__ __forceinline__ void wgmma_fp16_mn(float (&d)[24], const uint32_t (&a)[4], uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 {" MORI_R24 "}, {%24, %25, %26, %27}, %28, 1, 1, 1, 1;"
-               : MORI_D24(d)
+__device__ __forceinline__ void wgmma_fp16_mn(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" MORI_R32 ", " MORI_R64 ", " MORI_R96 ", " MORI_R128 "}, "
+               "{%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
+               : MORI_D32(d, 0), MORI_D32(d, 32), MORI_D32(d, 64), MORI_D32(d, 96)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-// The same with K contiguous in b. `accumulate` false overwrites d.
-__device__ __forceinline__ void wgmma_fp16(float (&d)[24], const uint32_t (&a)[4], uint64_t b, bool accumulate) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %29, 0;\nwgmma.mma_async.sync.aligned.m64n48k16.f32.f16.f16 {" MORI_R24 "}, "
-               "{%24, %25, %26, %27}, %28, p, 1, 1, 0;\n}\n"
-               : MORI_D24(d)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(accumulate)));
+// d[64 x 64] += a[64 x 16] b[16 x 64] in fp16, both in shared memory with K contiguous. `accumulate` false overwrites d.
+__device__ __forceinline__ void wgmma_fp16_shared(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" MORI_R32 "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+               : MORI_D32(d, 0)
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
 }
-// d[64 x 32] += a[64 x 32] b[32 x 32] in int8, exact, both with K contiguous. `accumulate` false overwrites d.
+// d[64 x N] += a[64 x 32] b[32 x N] in int8, exact, both with K contiguous: N = 2 * (ints of d). `accumulate` false overwrites d.
+__device__ __forceinline__ void wgmma_s8(int (&d)[12], uint64_t a, uint64_t b, bool accumulate) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %14, 0;\nwgmma.mma_async.sync.aligned.m64n24k32.s32.s8.s8 "
+               "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, %12, %13, p;\n}\n"
+               : MORI_D8("+r", d, 0), "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11])
+               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+}
 __device__ __forceinline__ void wgmma_s8(int (&d)[16], uint64_t a, uint64_t b, bool accumulate) {
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\nwgmma.mma_async.sync.aligned.m64n32k32.s32.s8.s8 "
                "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, %16, %17, p;\n}\n"
@@ -46,7 +59,10 @@ __device__ __forceinline__ void wgmma_s8(int (&d)[16], uint64_t a, uint64_t b, b
 }
 
 #undef MORI_D8
-#undef MORI_D24
-#undef MORI_R24
+#undef MORI_D32
+#undef MORI_R32
+#undef MORI_R64
+#undef MORI_R96
+#undef MORI_R128
 
 }  // namespace mori::qsa

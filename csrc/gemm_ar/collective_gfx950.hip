@@ -5,13 +5,14 @@
 //   reduce     fp32 sums in rank order, bias, one rounding, from slots in this device's own memory
 //   gather     reads of the owners' sums over xGMI
 //   one-shot   behind the GEMM: every workgroup reads its rows from everyone's slot
-// On the fp8 wire a wave has a row: |max| first, then codes and their values. Bound by the links. A wave takes at most
-// kRegisters, what two waves of the widest GEMM tile leave of a SIMD's 512, so that it runs beside them on the same unit.
+// On the fp8 wire a wave has a row: |max| first, then codes and their values. Bound by the links. A wave takes at most 80
+// registers, what two waves of the widest GEMM tile leave of a SIMD's 512, so that it runs beside them on the same unit.
 // No wait is endless: after `timeout` the rank that is missing is written to host memory and the rest of the output is NaN.
 #include <algorithm>
 
 #include "../common/gfx950.h"
 #include "../common/mx.h"
+#include "pack_gfx950.h"
 #include "signals_gfx950.h"
 
 #pragma clang fp contract(off)  // every kernel must round alike
@@ -22,8 +23,8 @@ namespace {
 using namespace gfx950;
 
 constexpr int kThreads = 256;
-constexpr int kGroups = 128;  // workgroups: half of the compute units
-constexpr int kWaves = 6;  // of a SIMD, as far as registers go: each has 80
+constexpr int kGroups = 128;  // workgroups: one for every other compute unit
+constexpr int kWaves = 6;     // that a SIMD could hold: what gives each 80 registers
 constexpr float kE4m3Max = 448.f, kTiny = 0x1p-126f;  // a zero row must not divide by zero
 
 // --- waiting ---
@@ -84,59 +85,6 @@ MORI_DEVICE int draw(uint32_t* ticket) {
 }
 
 MORI_DEVICE bool is_last(uint32_t* counter, uint32_t all) { return stores_done_in_first_wave() && lane_id() == 0 && count(counter, all); }
-
-// --- W neighbouring values: 1, or 8 where everything is aligned ---
-
-template <class T, int W>
-struct alignas(W * sizeof(T) > 16 ? 16 : W * sizeof(T)) Pack {
-  T value[W];
-};
-
-struct Halves {
-  i32x4 low, high;
-};
-
-// `at` in values. Outside of the buffer: zeros.
-template <int W, class T>
-MORI_DEVICE Pack<T, W> load(Buffer from, int at) {
-  constexpr int kBytes = W * sizeof(T);
-  at *= static_cast<int>(sizeof(T));
-  if constexpr (kBytes == 32) {
-    return __builtin_bit_cast(Pack<T, W>, (Halves{load_dwordx4(from, at), load_dwordx4(from, at + 16)}));
-  } else if constexpr (kBytes == 16) {
-    return __builtin_bit_cast(Pack<T, W>, load_dwordx4(from, at));
-  } else if constexpr (kBytes == 8) {
-    return __builtin_bit_cast(Pack<T, W>, load_dwordx2(from, at));
-  } else if constexpr (kBytes == 4) {
-    return __builtin_bit_cast(Pack<T, W>, load_dword(from, at));
-  } else if constexpr (kBytes == 2) {
-    return __builtin_bit_cast(Pack<T, W>, static_cast<short>(load_short(from, at)));
-  } else {
-    return {static_cast<T>(load_byte(from, at))};
-  }
-}
-
-// Outside of the buffer: nothing.
-template <int W, class T>
-MORI_DEVICE void store(const Pack<T, W>& pack, Buffer to, int at) {
-  constexpr int kBytes = W * sizeof(T);
-  at *= static_cast<int>(sizeof(T));
-  if constexpr (kBytes == 32) {
-    const auto halves = __builtin_bit_cast(Halves, pack);
-    store_dwordx4(halves.low, to, at);
-    store_dwordx4(halves.high, to, at + 16);
-  } else if constexpr (kBytes == 16) {
-    store_dwordx4(__builtin_bit_cast(i32x4, pack), to, at);
-  } else if constexpr (kBytes == 8) {
-    store_dwordx2(__builtin_bit_cast(i32x2, pack), to, at);
-  } else if constexpr (kBytes == 4) {
-    store_dword(__builtin_bit_cast(int, pack), to, at);
-  } else if constexpr (kBytes == 2) {
-    store_short(__builtin_bit_cast(short, pack), to, at);
-  } else {
-    store_byte(static_cast<char>(pack.value[0]), to, at);
-  }
-}
 
 // --- rows ---
 
@@ -314,7 +262,9 @@ MORI_DEVICE Rows piece_rows(const Call& call, int of, int piece) {
   return {call, first, static_cast<int>(left < kPieceRows ? left : kPieceRows), own, thread, kThreads};
 }
 
-MORI_DEVICE Buffer scales_of(const Rows& rows, int rank) { return make_buffer(rows.call.scales(rank) + rows.own, static_cast<uint32_t>(rows.count) * sizeof(float)); }
+MORI_DEVICE Buffer scales_of(const Rows& rows, int rank) {
+  return make_buffer(rows.call.scales(rank) + rows.own, static_cast<uint32_t>(rows.count) * sizeof(float));
+}
 
 // The kernel's first argument, read anew: kept from piece to piece, what follows from it would not fit into the scalar registers.
 MORI_DEVICE const Call& call_again() {

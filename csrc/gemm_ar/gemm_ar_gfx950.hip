@@ -56,7 +56,8 @@ MORI_DEVICE void deliver(const Call& call, int row, int tile_rows, int column_ti
     const Chunk chunk = call.chunk_of(row);
     const int first = static_cast<int>(chunk.first), past = first + static_cast<int>(call.chunk_rows), last = (past < m ? past : m) - 1;
     const int tiles = (last / tile_rows - first / tile_rows + 1) * column_tiles;
-    if (count(&mine->delivered[chunk.owner][chunk.number], tiles)) set_flag(&call.signals(chunk.owner)->arrived[call.rank][chunk.number], mine->epoch + 1);
+    if (count(&mine->delivered[chunk.owner][chunk.number], tiles))
+      set_flag(&call.signals(chunk.owner)->arrived[call.rank][chunk.number], mine->epoch + 1);
     row = past;
   }
 }

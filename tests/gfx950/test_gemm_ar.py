@@ -15,7 +15,7 @@ from mori_ops import symmetric
 
 from . import launches, mx
 from .assembly import Kernel
-from .interpreter import Hazard, Schedule
+from .interpreter import CACHE, Hazard, Schedule
 from .ranks import TILES, Call, Ranks
 from .test_kernels import FLOOR, as_dtype, floats, output
 from .toolchain import compile_hip, missing, only
@@ -228,7 +228,6 @@ BUGS = {
     "the first tile of a chunk raises its flag": ("deliver", DELIVER, "chunk.number], tiles)", "chunk.number], 1)"),
     "tiles of all owners in one counter": ("deliver", DELIVER, "delivered[chunk.owner][chunk.number]", "delivered[0][chunk.number]"),
     "a counter is not reset": ("deliver", SIGNALS, "__hip_atomic_store(counter, 0u", "__hip_atomic_store(counter, all"),
-    "the flag of the wrong chunk": ("deliver", DELIVER, "arrived[call.rank][chunk.number], mine", "arrived[call.rank][0], mine"),
     "flags are not stamped with the epoch": ("deliver", DELIVER, "mine->epoch + 1", "1u"),
     "summands in the slot of another rank": ("deliver", DELIVER, "call.slot(chunk.owner, call.rank)", "call.slot(chunk.owner, chunk.owner)"),
     "reducers do not wait": ("collective", COLLECTIVE, "if (!wait.all_arrived(number))", "if (false)"),
@@ -236,18 +235,18 @@ BUGS = {
     "nobody drops what caches hold": ("deliver collective", SIGNALS, '__builtin_amdgcn_fence(__ATOMIC_ACQUIRE, "")', ""),
     "sums are announced before they are stored": ("collective", SIGNALS, STORED, ""),
     "the epoch does not advance": ("collective", COLLECTIVE, "if (all) mine->epoch = wait.epoch;", ""),
-    "tickets are not reset": ("collective", COLLECTIVE, "mine->reduce_ticket = mine->gather_ticket = 0;", ""),
     "sums begin with the own summand": ("collective", COLLECTIVE, "<Partial>(s);", "<Partial>((rows.call.rank + s) % rows.call.world);"),
     "a call ends without the others": ("one_shot", COLLECTIVE, "all &= wait(&mine->done[s], s, kDone)", "all &= true"),
-    "a call's end is announced before its last read": ("one_shot", COLLECTIVE, "  if (!is_last(&mine->finished_groups, groups)) return;\n", "  if (thread_id() != 0) return;\n"),
+    "a call's end is announced before its last read": ("one_shot", COLLECTIVE, "!is_last(&mine->finished_groups, groups)", "thread_id() != 0"),
 }  # fmt: skip
 
 
-def planted(folder: Path, name: str) -> dict[str, Kernel]:
-    """The kernels with that bug, compiled from a copy of the sources."""
+def planted(name: str) -> dict[str, Kernel]:
+    """The kernels with that bug, compiled from a copy of the sources, which lies where it lay the last time: compilers' output is cached."""
     which, file, *changes = BUGS[name]
+    folder = CACHE / "planted" / re.sub(r"\W+", "_", name)
     for part in ("common", "mxfp8", "gemm_ar"):
-        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("*.cpp", "*.cu*", "*.metal"))
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("*.cpp", "*.cu*", "*.metal"), dirs_exist_ok=True)
     changed = folder / "gemm_ar" / file
     for old, new in zip(changes[::2], changes[1::2], strict=True):
         assert old in changed.read_text(), f"{old!r} does not stand in {file}"
@@ -265,8 +264,8 @@ def planted(folder: Path, name: str) -> dict[str, Kernel]:
 
 def attempts(one_shot: bool, kernels: dict[str, Kernel]):
     """Whether all is right, under one interleaving after the other."""
-    for seed, pace in itertools.product(range(2), ({}, {0: 8}, {2: 8})):
-        cases = [Case(3, m, 136, i, one_shot=one_shot) for i, m in enumerate((12, 10, 12) if one_shot else (140, 200, 140))]
+    for seed, pace in itertools.product(range(2), ({0: 8}, {2: 8}, {})):
+        cases = [Case(3, m, 136, i, one_shot=one_shot) for i, m in enumerate((12, 10, 12) if one_shot else (140, 200))]
         try:
             run(cases, random(seed, ("late", "random")[seed % 2], budget=1_500_000), kernels=kernels, pace=pace)
         except Hazard as hazard:
@@ -282,5 +281,5 @@ def test_without_a_bug_every_interleaving_is_right(one_shot):
 
 
 @pytest.mark.parametrize("name", BUGS)
-def test_a_planted_bug_is_caught(name, tmp_path):
-    assert not all(attempts("one_shot" in BUGS[name][0], planted(tmp_path, name)))
+def test_a_planted_bug_is_caught(name):
+    assert not all(attempts("one_shot" in BUGS[name][0], planted(name)))

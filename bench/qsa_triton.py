@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-CONFIGS = [triton.Config({"BLOCK": block}, num_warps=warps, num_stages=stages) for block in (32, 64) for warps in (4, 8) for stages in (2, 3)]
+CONFIGS = [triton.Config({"BLOCK": block}, num_warps=warps, num_stages=2) for block in (32, 64) for warps in (4, 8)]
 
 
 @triton.jit
@@ -22,7 +22,9 @@ def _cells(codes, scales, at, DIM: tl.constexpr, dtype: tl.constexpr):  # noqa: 
 
 @triton.autotune(CONFIGS, key=["slots"])
 @triton.jit
-def _attend(q, k, v, k_scale, v_scale, ids, out, slots, log2_scale, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr):  # noqa: N803
+def _attend(
+    q, k, v, k_scale, v_scale, ids, out, slots, log2_scale, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, BLOCK: tl.constexpr  # noqa: N803
+):
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     row = tl.arange(0, 16)
     place = ((token * HEADS + head) * GROUP + row)[:, None] * DIM + tl.arange(0, DIM)[None, :]

@@ -329,7 +329,9 @@ from tests import cases
 from tests.test_qsa_cuda import flash
 from tests.test_qsa import cache, queries
 # A cluster of one CTA and of several; prefixes, and rows that are none; parts of a token merged, with and without a dense attempt.
-for tokens, slots, cells, dim, prefix in ((3, 70, 90, 256, False), (1, 500, 600, 256, False), (140, 150, 150, 256, True), (130, 150, 160, 256, False), (12, 130, 150, 64, False)):
+for tokens, slots, cells, dim, prefix in (
+    (3, 70, 90, 256, False), (1, 500, 600, 256, False), (140, 150, 150, 256, True), (130, 150, 160, 256, False), (12, 130, 150, 64, False),
+):
     ids = cases.prompt_ids(tokens, cells - tokens, slots) if prefix else cases.selected_ids(tokens, slots, cells)
     flash(queries(tokens, 24, dim, torch.bfloat16), ids, **cache(cells, 2, dim))
 torch.cuda.synchronize()

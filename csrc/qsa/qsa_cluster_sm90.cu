@@ -119,7 +119,7 @@ __device__ __forceinline__ void store_q(Shared& s, const AttnArgs& args, const Q
   for (int offset = 1; offset < 16; offset *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, offset));
   const int exponent = exponent_of(top), up = 14 - exponent;
   // Two steps: 2^163 is no fp32 number.
-  const float half = ldexpf(args.sm_scale < 0 ? -1.0f : 1.0f, up / 2), rest = ldexpf(1.0f, up - up / 2);
+  const float half = args.sm_scale < 0 ? -power_of_two(up / 2) : power_of_two(up / 2), rest = power_of_two(up - up / 2);
   uint32_t high[4], low[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -166,8 +166,10 @@ __device__ __forceinline__ void add_values(const Shared& s, int warp, int lane, 
 #pragma unroll 3
   for (int step = 0; step < steps; ++step) {
     const uint4 codes = load_matrix_transposed(v + step * kWarpCells * kDim), b = load_matrix_transposed(p + step * kWarpCells * 16);
-    const uint32_t a[2][4] = {{codes_to_half2(codes.x, mask), codes_to_half2(codes.x >> 8, mask), codes_to_half2(codes.y, mask), codes_to_half2(codes.y >> 8, mask)},
-                              {codes_to_half2(codes.z, mask), codes_to_half2(codes.z >> 8, mask), codes_to_half2(codes.w, mask), codes_to_half2(codes.w >> 8, mask)}};
+    const uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};
+    uint32_t a[2][4];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) a[i / 4][i % 4] = codes_to_half2(i % 2 ? word[i / 2] >> 8 : word[i / 2], mask);
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
       mma_m16n8k16_fp16(out[t][0], a[t], b.x, b.y);
@@ -193,10 +195,14 @@ __global__ void __launch_bounds__(kThreads, 2) attend_cluster(const AttnArgs arg
     mbarrier_arrive_expect(smem_address(&s.landed), sizeof(s.sums) + parts * sizeof(s.stats[0]));
   }
   cluster_arrive();
+  const int slot = warp * kWarpCells + lane % kWarpCells;
+  if (slot < count) prefetch(static_cast<const char*>(args.ids) + (token * args.slots + begin + slot) * (args.wide_ids ? 8 : 4));
+  if (static_cast<int>(threadIdx.x) / 16 < rows)
+    prefetch(args.q.data + token * args.q.stride + (head + threadIdx.x / 16) * args.q.head_stride + threadIdx.x % 16 * (args.q_type == Float::f32 ? 64 : 32));
   wait_for_dependencies();
   launch_dependents();
 
-  const int slot = warp * kWarpCells + lane % kWarpCells, id = slot < count ? static_cast<int>(cell_of(args, token, begin + slot)) : -1;
+  const int id = slot < count ? static_cast<int>(cell_of(args, token, begin + slot)) : -1;
   Queries queries;
   queries.request(args, token, head, rows);
   const uint32_t valid = __ballot_sync(~0u, id >= 0);

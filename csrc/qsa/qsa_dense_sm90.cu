@@ -26,6 +26,7 @@ constexpr int kStages = 2;
 constexpr int kThreads = 384, kProducers = 128, kConsumers = kThreads - kProducers;
 constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;  // of a thread; at launch 168
 constexpr int kPieces = kCells * kDim / 16 / kProducers;  // of 16 codes, of a producer thread and tile of K or V
+constexpr int kNotFinite = 1 << 30;
 constexpr uint32_t kLargestScale = 0x6000;  // fp16 bits of 512: 127 times it is a finite fp16
 
 using Block = __half[64];  // a row of 128 bytes: 64 dims, 16-byte chunk ^ (row & 7)
@@ -34,7 +35,7 @@ struct Shared {
   alignas(1024) Block q[kGroups][kRows];
   alignas(1024) Block k[kStages][kGroups][kCells], v[kStages][kGroups][kCells];
   uint4 codes[2][kPieces][kProducers];  // of K and V on their way: each producer thread's own
-  float factor[kRows];
+  int exponent[kRows];  // of the query rows in fp16
   int cells[kRows];  // n of each token, -1 when its row is no prefix
   uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
   int bad;  // a scale does not allow fp16 products
@@ -90,7 +91,8 @@ struct Queries {
 #pragma unroll
     for (int i = 0; i < kRows / kStep; ++i) {
       const int n = thread / 8 + i * kStep, token = n / group;
-      const char* row = args.q.data + (first_token + token) * args.q.stride + (static_cast<int64_t>(kv_head) * group + n % group) * args.q.head_stride + thread % 8 * 64;
+      const int64_t head = static_cast<int64_t>(kv_head) * group + n % group;
+      const char* row = args.q.data + (first_token + token) * args.q.stride + head * args.q.head_stride + thread % 8 * 64;
 #pragma unroll
       for (int j = 0; j < 4; ++j) raw[i][j] = token < tokens ? load_global16(row + j * 16) : make_uint4(0, 0, 0, 0);
     }
@@ -114,7 +116,7 @@ struct Queries {
       }
       for (int offset = 1; offset < 8; offset *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, offset));
       const int exponent = exponent_of(top), up = 8 - exponent;
-      const float half = ldexpf(args.sm_scale < 0 ? -1.0f : 1.0f, up / 2), rest = ldexpf(1.0f, up - up / 2);  // 2^157 is no fp32 number
+      const float half = args.sm_scale < 0 ? -power_of_two(up / 2) : power_of_two(up / 2), rest = power_of_two(up - up / 2);  // 2^157 is no fp32 number
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         uint32_t pair[4];
@@ -122,7 +124,7 @@ struct Queries {
         for (int k = 0; k < 4; ++k) pair[k] = pack_half2(value[j][k].x * half * rest, value[j][k].y * half * rest);
         *reinterpret_cast<uint4*>(&s.q[part / 2][n][((part % 2 * 4 + j) ^ (n & 7)) * 8]) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
       }
-      if (part == 0) s.factor[n] = isfinite(top) ? score_factor(args.sm_scale, exponent - 8) : __int_as_float(0x7fc00000);
+      if (part == 0) s.exponent[n] = isfinite(top) ? exponent - 8 : kNotFinite;
     }
   }
 };
@@ -165,7 +167,8 @@ struct Source {
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       if (i + kAhead < kPieces) load(i + kAhead);
-      const uint32_t word[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w}, pair = i < 4 ? scale.x : scale.y, factor = __byte_perm(pair, pair, i % 4 < 2 ? 0x1010 : 0x3232);
+      const uint32_t word[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w}, pair = i < 4 ? scale.x : scale.y;
+      const uint32_t factor = __byte_perm(pair, pair, i % 4 < 2 ? 0x1010 : 0x3232);
       uint32_t value[8];
 #pragma unroll
       for (int j = 0; j < 4; ++j) codes_in_order(word[j], value[2 * j], value[2 * j + 1]);
@@ -270,7 +273,7 @@ __global__ void __launch_bounds__(kThreads, 1) dense(const AttnArgs args, uint8_
   for (int h = 0; h < 2; ++h) {
     const int n = first_row + 8 * h;
     limit[h] = n / group < tokens ? s.cells[n / group] : 0;
-    factor[h] = s.factor[n];
+    factor[h] = s.exponent[n] == kNotFinite ? __int_as_float(0x7fc00000) : score_factor(args.sm_scale, s.exponent[n]);
   }
   const uint64_t q = swizzled_descriptor(smem_address(s.q[0][side * 64])), k = swizzled_descriptor(smem_address(s.k)),
                  v = swizzled_mn_descriptor(smem_address(s.v), kCells * sizeof(Block));
@@ -286,7 +289,8 @@ __global__ void __launch_bounds__(kThreads, 1) dense(const AttnArgs args, uint8_
     wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step)
-      wgmma_fp16_shared(score, q + step / 4 * (kRows * sizeof(Block) / 16) + step % 4 * 2, k + stage * kStageStep + step / 4 * (kCells * sizeof(Block) / 16) + step % 4 * 2, step > 0);
+      wgmma_fp16_shared(score, q + step / 4 * (kRows * sizeof(Block) / 16) + step % 4 * 2,
+                        k + stage * kStageStep + step / 4 * (kCells * sizeof(Block) / 16) + step % 4 * 2, step > 0);
     wgmma_commit();
   };
   const auto add_values = [&](int tile) {
@@ -361,7 +365,8 @@ __global__ void __launch_bounds__(kThreads, 1) dense(const AttnArgs args, uint8_
   if (bad) return;
   // Through shared memory, where this warp's rows of Q were, 128 dims at a time: [32 dims][row][dim], 16-byte chunk ^ 2 (row & 3).
   asm volatile("barrier.cta.sync %0, 128;" ::"r"(2 + side) : "memory");
-  const auto staged = [&](int row, int chunk) { return reinterpret_cast<float*>(s.q[chunk / 8][side * 64 + warp * 16 + row]) + (chunk % 8 ^ (row & 3) << 1) * 4; };
+  const int first = side * 64 + warp * 16;
+  const auto staged = [&](int row, int chunk) { return reinterpret_cast<float*>(s.q[chunk / 8][first + row]) + (chunk % 8 ^ (row & 3) << 1) * 4; };
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     for (int offset = 1; offset < 4; offset *= 2) sum[h] += __shfl_xor_sync(~0u, sum[h], offset);
@@ -378,15 +383,14 @@ __global__ void __launch_bounds__(kThreads, 1) dense(const AttnArgs args, uint8_
         *reinterpret_cast<float2*>(staged(r + 8 * h, 2 * b + c / 2) + c % 2 * 2) = limit[h] == 0 ? float2{} : make_float2(x[0] * sum[h], x[1] * sum[h]);
       }
     __syncwarp();
+    int own = first / group, head = first % group;  // of the row, in this CTA
 #pragma unroll 4
-    for (int row = 0; row < 16; ++row) {
-      const int n = side * 64 + warp * 16 + row, own = n / group, dim = half * (kDim / 2) + lane * 4;
-      if (own >= tokens) break;
-      const int64_t token = first_token + own, head = static_cast<int64_t>(kv_head) * group + n % group, at = (token * args.q_heads + head) * kDim + dim;
-      const float4 x = *reinterpret_cast<const float4*>(staged(row, lane));
-      const char* gate = args.gate.data == nullptr || s.cells[own] == 0 ? nullptr : args.gate.data + token * args.gate.stride + head * args.gate.head_stride;
-      store_pair(args, at, x.x, x.y, gate, dim);
-      store_pair(args, at + 2, x.z, x.w, gate, dim + 2);
+    for (int row = 0; row < 16 && own < tokens; ++row) {
+      const int64_t token = first_token + own, q_head = kv_head * group + head;
+      const int dim = half * (kDim / 2) + lane * 4;
+      const char* gate = args.gate.data == nullptr || s.cells[own] == 0 ? nullptr : args.gate.data + token * args.gate.stride + q_head * args.gate.head_stride;
+      store_four(args, (token * args.q_heads + q_head) * kDim + dim, *reinterpret_cast<const float4*>(staged(row, lane)), gate, dim);
+      if (++head == group) head = 0, ++own;
     }
   }
 }

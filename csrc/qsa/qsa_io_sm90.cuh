@@ -35,6 +35,28 @@ __device__ __forceinline__ int64_t cell_of(const AttnArgs& args, int64_t token, 
   return id < args.cells ? id : -1;
 }
 
+// Four neighbouring values of an output row, as store_pair.
+__device__ __forceinline__ void store_four(const AttnArgs& args, int64_t at, float4 x, const char* gate, int dim) {
+  if (gate != nullptr) {
+    x.x *= sigmoid(load_float(gate, args.gate_type, dim)), x.y *= sigmoid(load_float(gate, args.gate_type, dim + 1));
+    x.z *= sigmoid(load_float(gate, args.gate_type, dim + 2)), x.w *= sigmoid(load_float(gate, args.gate_type, dim + 3));
+  }
+  if (args.out_type == Float::f32) {
+    reinterpret_cast<float4*>(args.out)[at / 4] = x;
+  } else if (args.out_type == Float::bf16) {
+    const __nv_bfloat162 a = __floats2bfloat162_rn(x.x, x.y), b = __floats2bfloat162_rn(x.z, x.w);
+    reinterpret_cast<uint2*>(args.out)[at / 4] = make_uint2(*reinterpret_cast<const uint32_t*>(&a), *reinterpret_cast<const uint32_t*>(&b));
+  } else {
+    reinterpret_cast<uint2*>(args.out)[at / 4] = make_uint2(sm90::pack_half2(x.x, x.y), sm90::pack_half2(x.z, x.w));
+  }
+}
+
+// 2^exponent for exponents of normal numbers, -126 to 127.
+__device__ __forceinline__ float power_of_two(int exponent) { return __int_as_float((127 + exponent) << 23); }
+
+// Brings a line into the L2, where a kernel that is still writing it will find it: allowed before wait_for_dependencies().
+__device__ __forceinline__ void prefetch(const void* address) { asm volatile("prefetch.global.L2 [%0];" ::"l"(address)); }
+
 // The power of two 2^e with 2^(e-1) <= top < 2^e, as its exponent; 0 for 0 and for what is not finite.
 __device__ __forceinline__ int exponent_of(float top) {
   int exponent = 0;

@@ -20,7 +20,8 @@ constexpr int64_t kFewSlots = 144, kMostClusterSlots = 16 * 144;  // of one CTA,
 
 enum FlashRoute : size_t { kCluster, kPrefix, kSparse, kSimple };
 constexpr Route kRoutes[] = {
-    {"cluster", [](const RouteDims& d) { return (d[0] <= kFewTokens || d[1] <= kFewSlots) && d[1] <= kMostClusterSlots && d[1] > 0 && d[2] > 0 && d[5] == 256; },
+    {"cluster",
+     [](const RouteDims& d) { return (d[0] <= kFewTokens || d[1] <= kFewSlots) && d[1] <= kMostClusterSlots && d[1] > 0 && d[2] > 0 && d[5] == 256; },
      "tensor cores, one launch: a cluster of CTAs for each token and tile of heads; int8 KV and a 16-bit output, else 'simple'"},
     {"prefix", [](const RouteDims& d) { return d[0] > kSomeTokens && d[1] > 0 && d[2] > 0 && d[5] == 256 && d[3] <= 128 * d[4]; },
      "tensor cores: tokens whose cells are 0 .. n-1 as dense attention, found on the device, the others as in 'sparse'; int8 KV, 16-bit q and output"},
@@ -84,7 +85,8 @@ void check_ids(const char* op, const AttnTensors& in, cudaStream_t stream) {
   int64_t wide = 0;
   int32_t narrow = 0;
   const bool is_wide = in.ids.scalar_type() == ScalarType::Long;
-  cudaError_t error = cudaMemcpyAsync(is_wide ? static_cast<void*>(&wide) : &narrow, most.const_data_ptr(), most.element_size(), cudaMemcpyDeviceToHost, stream);
+  void* target = is_wide ? static_cast<void*>(&wide) : &narrow;
+  cudaError_t error = cudaMemcpyAsync(target, most.const_data_ptr(), most.element_size(), cudaMemcpyDeviceToHost, stream);
   if (error == cudaSuccess) error = cudaStreamSynchronize(stream);
   cuda::check_launch(op, error);
   const int64_t id = is_wide ? wide : narrow;

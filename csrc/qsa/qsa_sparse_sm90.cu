@@ -143,7 +143,7 @@ struct Warpgroup {
     for (int offset = 1; offset < 8; offset *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, offset));
     const int exponent = exponent_of(top), up = 14 - exponent;
     // Two steps: 2^163 is no fp32 number.
-    const float half = ldexpf(args.sm_scale < 0 ? -1.0f : 1.0f, up / 2), rest = ldexpf(1.0f, up - up / 2);
+    const float half = args.sm_scale < 0 ? -power_of_two(up / 2) : power_of_two(up / 2), rest = power_of_two(up - up / 2);
 #pragma unroll
     for (int i = 0; i < kGroups; ++i) {
       const int dim = part * (kDim / 8) + i * 8;
@@ -316,6 +316,8 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
     } else {
       id_low = __ldg(static_cast<const int*>(args.ids) + at);
     }
+    // Rows follow each other: this is where the ids of two rounds later lie, or near it.
+    prefetch(static_cast<const char*>(args.ids) + min(at + 2 * kCells, args.tokens * args.slots - 1) * (args.wide_ids ? 8 : 4));
   };
   const auto requested_id = [&] { return id_high == 0 && static_cast<uint32_t>(id_low) < static_cast<uint32_t>(args.cells) ? id_low : -1; };
 

@@ -17,7 +17,8 @@ using namespace sm90;
 
 constexpr int kBlock = 32;
 constexpr int kThreads = 256;
-constexpr int kParts = 4;  // of a thread, all requested before the first is used
+constexpr int kParts = 4;  // of a thread, all requested before the first is used; 1 where the GPU would not be full
+constexpr int64_t kManyParts = 132 * 4 * kThreads;
 constexpr int kMaxGrid = 132 * 16;
 
 __device__ __forceinline__ void store8(uint8_t* p, uint2 word, bool aligned) {
@@ -30,18 +31,18 @@ __device__ __forceinline__ void store8(uint8_t* p, uint2 word, bool aligned) {
 }
 
 // `aligned`: x to 16 bytes and codes to 8. `overlap`: the next kernel may start now.
-template <class T>
+template <class T, int kPartsOfThread>
 __global__ void __launch_bounds__(kThreads) quantize_rows(const T* __restrict__ x, int64_t blocks, bool rceil, bool aligned, bool overlap, uint8_t* __restrict__ codes,
                                                           uint8_t* __restrict__ scale) {
   if (overlap) launch_dependents();
   wait_for_dependencies();
-  const int64_t parts = blocks * (kBlock / kPer), first = static_cast<int64_t>(blockIdx.x) * kParts * kThreads + threadIdx.x;
-  Values<T> values[kParts] = {};
+  const int64_t parts = blocks * (kBlock / kPer), first = static_cast<int64_t>(blockIdx.x) * kPartsOfThread * kThreads + threadIdx.x;
+  Values<T> values[kPartsOfThread] = {};
 #pragma unroll
-  for (int i = 0; i < kParts; ++i)
+  for (int i = 0; i < kPartsOfThread; ++i)
     if (first + i * kThreads < parts) values[i].load(x + (first + i * kThreads) * kPer, aligned);
 #pragma unroll
-  for (int i = 0; i < kParts; ++i) {
+  for (int i = 0; i < kPartsOfThread; ++i) {
     const int64_t part = first + i * kThreads;
     float v[kPer];
     values[i].to_floats(v);
@@ -119,9 +120,12 @@ cudaError_t launch_quantize(const void* x, Float type, int64_t rows, int64_t k, 
   const int64_t blocks = rows * (k / kBlock);
   return with_float(type, [&](auto element) {
     using T = decltype(element);
-    const int64_t ctas = (blocks * (kBlock / kPer) + kParts * kThreads - 1) / (kParts * kThreads);
-    return launch_overlapped(quantize_rows<T>, dim3(static_cast<unsigned>(ctas)), kThreads, 0, stream, static_cast<const T*>(x), blocks, rceil, aligned(x, codes),
-                             overlap, codes, scale);
+    const int64_t parts = blocks * (kBlock / kPer);
+    const auto run = [&](auto kernel, int per_cta) {
+      return launch_overlapped(kernel, dim3(static_cast<unsigned>((parts + per_cta - 1) / per_cta)), kThreads, 0, stream, static_cast<const T*>(x), blocks, rceil,
+                               aligned(x, codes), overlap, codes, scale);
+    };
+    return parts < kManyParts ? run(quantize_rows<T, 1>, kThreads) : run(quantize_rows<T, kParts>, kParts * kThreads);
   });
 }
 

@@ -21,12 +21,14 @@ struct ByteScales {
       : a(static_cast<const uint8_t*>(args.a_scale)), b(static_cast<const uint8_t*>(args.b_scale)), blocks(args.k / 32),
         a_groups((args.m + 63) / 64), row_blocks((args.n + 31) / 32), packed(args.packed) {}
 
-  __device__ __forceinline__ uint8_t a_byte(int64_t m, int64_t block) const {
-    return a[packed ? (block * a_groups + m / 64) * 64 + m % 16 * 4 + m % 64 / 16 : m * blocks + block];
+  __device__ __forceinline__ const uint8_t* a_at(int64_t m, int64_t block) const {
+    return a + (packed ? (block * a_groups + m / 64) * 64 + m % 16 * 4 + m % 64 / 16 : m * blocks + block);
   }
-  __device__ __forceinline__ uint8_t b_byte(int64_t n, int64_t block) const {
-    return b[packed ? (block * row_blocks + n / 32) * 4 : n / 32 * blocks + block];
+  __device__ __forceinline__ const uint8_t* b_at(int64_t n, int64_t block) const {
+    return b + (packed ? (block * row_blocks + n / 32) * 4 : n / 32 * blocks + block);
   }
+  __device__ __forceinline__ uint8_t a_byte(int64_t m, int64_t block) const { return *a_at(m, block); }
+  __device__ __forceinline__ uint8_t b_byte(int64_t n, int64_t block) const { return *b_at(n, block); }
 
   // 2^(a + b - 254) in float64, which holds every exponent and its sums.
   struct Factor {

@@ -19,7 +19,7 @@ from tests import cases
 
 GEMM_M = {
     "cpu": (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 32, 33, 34, 64, 256, 1024),
-    "cuda": (1, 8, 16, 32, 33, 64, 128, 256, 512, 1024, 4096, 16384),
+    "cuda": (1, 8, 16, 17, 32, 33, 64, 128, 256, 512, 1024, 4096, 16384),
 }
 GEMM_LINEARS = {"cpu": ("wo_b_wide", "wo_b"), "cuda": ("square", "wo_b_wide", "wq_b", "wo_b")}
 INT8PACK = "torch._weight_int8pack_mm"
@@ -93,11 +93,12 @@ LAYOUT_SHAPES = (
     (8192, 7168, 640),
     (8192, 7168, 4096),
 )
+FEW_TOKENS_LAYOUT_SHAPES = tuple((16, 8192, k) for k in (256, 512, 640, 1280, 2048))  # where reading scales weighs most
 
 
 def mxfp8_layouts(device: str) -> Iterator[Callable[[], Case]]:
     """Raw scales against packed ones, hot and cold."""
-    for m, n, k in LAYOUT_SHAPES:
+    for m, n, k in (*LAYOUT_SHAPES, *(FEW_TOKENS_LAYOUT_SHAPES if device == "cuda" else ())):
         yield lambda m=m, n=n, k=k: _layouts_case(m, n, k, device)
 
 
@@ -125,9 +126,11 @@ def _layouts_case(m: int, n: int, k: int, device: str) -> Case:
 
 
 def mxfp8_linear(device: str) -> Iterator[Callable[[], Case]]:
-    n, k = cases.LINEARS["wo_b_wide"]
-    for m in {"cpu": (1, 4, 8, 64, 256), "cuda": (1, 8, 16, 64, 256, 1024, 4096, 16384)}[device]:
-        yield lambda m=m: _linear_case(m, n, k, device)
+    shapes = [(m, "wo_b_wide") for m in {"cpu": (1, 4, 8, 64, 256), "cuda": (1, 8, 16, 64, 256, 1024, 4096, 16384)}[device]]
+    if device == "cuda":
+        shapes += [(m, name) for name in ("square", "wq_b", "wo_b") for m in (1, 16)]
+    for m, name in shapes:
+        yield lambda m=m, name=name: _linear_case(m, *cases.LINEARS[name], device)
 
 
 def _linear_case(m: int, n: int, k: int, device: str) -> Case:
@@ -155,7 +158,7 @@ def _linear_case(m: int, n: int, k: int, device: str) -> Case:
 
 
 def mxfp8_quantize(device: str) -> Iterator[Callable[[], Case]]:
-    for rows, k in ((1, 2048), (64, 2048), (16384, 2048)):
+    for rows, k in ((1, 2048), (64, 2048), (64, 7168), (16384, 2048)):
         yield lambda rows=rows, k=k: _quantize_case("mxfp8_quantize", rows, k, device)
     yield lambda: _quantize_case("mxfp8_quantize_weight", 16384, 2048, device)
     yield lambda: _quantize_case("kv_quantize", 16384 * 8, 256, device)

@@ -17,8 +17,12 @@ CUDA_OPS = [op for op, devices in mori_ops.kernels().items() if devices["cuda"]]
 pytestmark = pytest.mark.skipif(not (torch.cuda.is_available() and CUDA_OPS), reason="no CUDA device or no CUDA backend in this build")
 
 TOLERANCE = cases.RELATIVE_L2 | {torch.float32: cases.TENSOR_CORE_L2}
-# Beside the ragged shapes of the CPU tests: around the 32 tokens where the kernel changes, and whole and partial tiles.
-GEMM_SHAPES = (*cases.GEMM_SHAPES, (32, 1024, 1280), (33, 1024, 1280), (128, 512, 256), (192, 520, 640), (257, 300, 1408), (300, 136, 96), (1000, 1032, 640))
+# Beside the ragged shapes of the CPU tests: around the 32 tokens where the kernel changes, rows per CTA of it, its longest K, and
+# whole and partial tiles.
+GEMM_SHAPES = (
+    *cases.GEMM_SHAPES, (3, 5100, 640), (17, 5100, 160), (12, 8130, 256), (2, 64, 16384), (32, 1024, 1280), (33, 1024, 1280),
+    (128, 512, 256), (192, 520, 640), (257, 300, 1408), (300, 136, 96), (1000, 1032, 640),
+)  # fmt: skip
 
 
 def cuda(value):
@@ -129,6 +133,14 @@ def test_misaligned_operands_give_right_results() -> None:
     a, b, a_scale, b_scale = cases.gemm_operands(40, 64, 256, seed=3)
     shifted = [torch.cat([t.new_empty(1).view(torch.uint8), t.view(torch.uint8).flatten()]).cuda()[1:].view(t.shape).view(t.dtype) for t in (a, b)]
     check(mori_ops.mxfp8_raw(*shifted, a_scale.cuda(), b_scale.cuda()), reference.mxfp8_raw(a, b, a_scale, b_scale))
+
+
+@pytest.mark.parametrize("m", [1, 16, 20])
+def test_raw_scales_at_odd_addresses_give_the_same_bits(m: int) -> None:
+    a, b, a_scale, b_scale = (cuda(t) for t in cases.gemm_operands(m, 100, 512, seed=4))
+    scales = a_scale.view(torch.uint8), b_scale.view(torch.uint8)
+    shifted = [torch.cat([t.new_empty(1), t.flatten()])[1:].view(t.shape) for t in scales]
+    assert torch.equal(mori_ops.mxfp8_raw(a, b, *shifted), mori_ops.mxfp8_raw(a, b, a_scale, b_scale))
 
 
 TILES = {"64x64": (40, 1000), "64x128": (100, 8448), "128x128": (200, 8448), "128x192": (520, 5000), "128x256": (200, 12000)}

@@ -288,7 +288,7 @@ def _qsa_case(tokens: int, position: int, device: str) -> Case:
     goals = []
     if position == 0:
         dense = tuple(reference.kv_dequantize(c, s).to(dtype).transpose(0, 1)[None] for c, s in (cache[::2], cache[1::2]))
-        peers = {SDPA: sdpa} if device == "cpu" else {SDPA: sdpa, CUDNN: cudnn, FLEX: flex}
+        peers = {SDPA: sdpa} if device == "cpu" else {SDPA: sdpa, CUDNN: cudnn} | ({FLEX: flex} if tokens >= 512 else {})
         dense_caches = [tuple(t.clone() for t in dense) for _ in caches]
         arms += [Arm(name, call, dense_caches) for name, call in peers.items()]
         if device == "cuda":

@@ -6,10 +6,9 @@
 // Three warpgroups over tiles of 64 cells, two stages:
 //   a producer brings the codes and writes them as fp16, times their scales (one rounding of 2^-11), into swizzled shared memory
 //   two consumers of 64 rows: S = Q K^T (wgmma m64n64k16), P = 2^(S - m), O += P V (m64n256k16, P in registers, V read transposed);
-//   the scores of a tile are multiplied while the values of the one before are, and weighed meanwhile; the consumers take turns.
+//   the scores of a tile are multiplied while the values of the one before are, and weighed meanwhile.
 // A tile moves 320 KB through shared memory, 2560 cycles where its products need 2048, and takes about 4000 (H200). Lost: codes converted in
-// registers as the products' first operand, for 48 query rows (every row converts them again: 298 us at T 1984, now 174); consumers that
-// do not take turns (3 % slower).
+// registers as the products' first operand, for 48 query rows (every row converts them again: 298 us at T 1984, now 180).
 #include "../common/launch_sm90.cuh"
 #include "../common/tma_sm90.cuh"
 #include "qsa_tensor_sm90.cuh"
@@ -209,10 +208,6 @@ __device__ __forceinline__ void produce(Shared& s, Source& k, Source& v, int til
   }
 }
 
-// The consumers take turns in requesting products, so that one weighs while the other multiplies.
-__device__ __forceinline__ void await_turn(int side) { asm volatile("barrier.cta.sync %0, 256;" ::"r"(4 + side) : "memory"); }
-__device__ __forceinline__ void yield_turn(int side) { asm volatile("barrier.cta.arrive %0, 256;" ::"r"(5 - side) : "memory"); }
-
 __global__ void __launch_bounds__(kThreads, 1) dense(const AttnArgs args, uint8_t* __restrict__ status) {
   extern __shared__ char raw_shared[];
   Shared& s = *reinterpret_cast<Shared*>(raw_shared + (-smem_address(raw_shared) & 1023));
@@ -348,12 +343,9 @@ __global__ void __launch_bounds__(kThreads, 1) dense(const AttnArgs args, uint8_
     release(s.k_empty[0]);
     weigh(0);
     pack();
-    if (side == 1 && tiles > 1) asm volatile("barrier.cta.arrive 4, 256;" ::: "memory");  // the first turn is the other's
     for (int tile = 1; tile < tiles; ++tile) {
-      await_turn(side);
       multiply_keys(tile);
       add_values(tile - 1);
-      if (side == 0 || tile + 1 < tiles) yield_turn(side);
       wgmma_wait<1>();
       release(s.k_empty[tile % kStages]);
       const bool move = weigh(tile);

@@ -143,13 +143,39 @@ def test_raw_scales_at_odd_addresses_give_the_same_bits(m: int) -> None:
     assert torch.equal(mori_ops.mxfp8_raw(a, b, *shifted), mori_ops.mxfp8_raw(a, b, a_scale, b_scale))
 
 
-TILES = {"64x64": (40, 1000), "64x128": (100, 8448), "128x128": (200, 8448), "128x192": (520, 5000), "128x256": (200, 12000)}
+@pytest.mark.parametrize("m", [40, 150])
+def test_sums_that_overflow_on_the_way_are_right(m: int) -> None:
+    """Two blocks whose products, beyond float32, cancel in one token."""
+    a, b, a_scale, b_scale = (cuda(t.view(torch.uint8)) for t in cases.gemm_operands(m, 200, 512, seed=m))
+    token = m // 2
+    a[token, 32:64], b[:, 32:64] = a[token, :32] ^ 0x80, b[:, :32]
+    a_scale[token, :2], b_scale[:, :2] = 246, 131
+    rest = [a[token : token + 1, 64:], b[:, 64:], a_scale[token : token + 1, 2:], b_scale[:, 2:]]
+    wanted = reference.mxfp8_raw(*(t.contiguous().view(torch.float8_e4m3fn) if i < 2 else t.contiguous() for i, t in enumerate(rest)))
+    for dtype in cases.DTYPES:
+        result = mori_ops.mxfp8_raw(a.view(torch.float8_e4m3fn), b.view(torch.float8_e4m3fn), a_scale, b_scale, out_dtype=dtype)
+        check(result[token], wanted[0])
 
 
-@pytest.mark.parametrize("tile", TILES)
-def test_every_tile_of_the_gemm(tile: str) -> None:
+# The last two are several tiles for each multiprocessor.
+TILES = (
+    ("64x64", 40, 1000),
+    ("64x128", 100, 8448),
+    ("128x96", 190, 8448),
+    ("128x128", 200, 8448),
+    ("128x176", 520, 5000),
+    ("128x192", 570, 5000),
+    ("128x224", 670, 5000),
+    ("128x256", 760, 5000),
+    ("128x128", 128, 40000),
+    ("128x256", 2300, 5000),
+)
+
+
+@pytest.mark.parametrize("tile, m, n", TILES)
+def test_every_tile_of_the_gemm(tile: str, m: int, n: int) -> None:
     """Repeatable, with a NaN code, an out-of-range scale and an infinite token among the operands; quantising on the way or before."""
-    (m, n), k = TILES[tile], 416
+    k = 416
     assert mori_ops.route("mxfp8_raw", m=m, n=n, k=k, device="cuda").kernel == tile
     x = torch.randn(m, k, device="cuda") * torch.exp2(torch.randint(-8, 8, (m, 1), device="cuda"))
     _, b, _, b_scale = (cuda(t) for t in cases.gemm_operands(1, n, k, seed=m))

@@ -7,8 +7,7 @@ import pytest
 from tests import cuda_report
 
 
-FEW_BYTES = 16  # of a thread, stores and loads: an address kept for the end of a kernel, nothing inside a loop of products
-DELIVERY_BYTES = 112  # the GEMM that delivers to other ranks: where its tiles go; the products keep 232 registers busy
+FEW_BYTES = 40  # of a thread, stores and loads: what is kept for the end of a tile or kernel, nothing inside a loop of products
 
 
 @pytest.mark.skipif(cuda_report.nvcc() is None, reason="no nvcc")
@@ -16,5 +15,4 @@ def test_kernels_compile_and_do_not_spill() -> None:
     kernels = cuda_report.report()
     print("\n" + cuda_report.table(kernels))
     assert kernels
-    allowed = {"gemm<Config<256, 2, 1>, true, true>": DELIVERY_BYTES}
-    assert not [k for k in kernels if k.spilled_bytes > allowed.get(k.name, FEW_BYTES)], "kernels that spill registers"
+    assert not [k for k in kernels if k.spilled_bytes > FEW_BYTES], "kernels that spill registers"

@@ -3,19 +3,23 @@
 // C^T = B A^T by wgmma m64nNk16, bf16 operands: the weight (B) is the register operand, decoded from e4m3 in flight with its scale
 // folded in (decode_sm90.cuh); the tokens (A) are a bf16 workspace (tokens_sm90.cuh). fp8 wgmma is not used: its sums keep about
 // 14 bits, and with exact promotion it is no faster.
-//   tile       64 weight rows per row group x 64, 128, 192 or 256 tokens, 64 along K per stage
+//   tile       64 weight rows per row group x 64 to 256 tokens, 64 along K per stage
 //   producer   one thread: TMA of both operands into a ring of stages, full / empty mbarriers; another warp: the stage's scales
-//   consumer   two warpgroups: 16 codes of a row and stage by ld.shared.v4 -> A fragments, double-buffered over two stages; a tile's
-//              last products run while the next tile's first codes are decoded
-//   few tokens K groups: the warpgroups take turns along K on the same 64 rows, and their sums are added in order
+//   consumer   a warpgroup per row group: 16 codes of a row and stage by ld.shared.v4 -> A fragments, double-buffered over two stages; a
+//              tile's last products run while the next tile's first codes are decoded
+//   few tokens products of up to 128 tokens take no longer than decoding their weights, which a warpgroup does not do beside them. So
+//              four warpgroups, in two or four K groups that take stages in turn; their sums are added in a fixed order
 //   K order    within each 64: lane c of a quad owns bytes 16 c .. 16 c + 15 of a weight row, so it needs one scale per stage
 //   epilogue   bias, rounding, stmatrix.trans into a swizzled tile, TMA store; direct stores for fp32 or odd N
 // Persistent, one CTA per SM, tiles ordered for L2 reuse. What bf16 operands cannot hold (a scale out of range) and NaN codes make
-// their row or token NaN; every NaN of a finished tile is then computed again from the codes, so results are exact for all inputs.
-// Tried and lost: tokens expanded by idle warps during the products (they slow the consumers by what the kernel before costs), codes
-// loaded one stage earlier (registers, -3%), three and four K groups (spills, or a ring too short for its turns), 16 stages of 64 tokens.
+// their row or token NaN, and sums may overflow; whatever is not finite is computed again from the codes at the end, in tiles from the
+// first such one on, so results are exact for all inputs.
+// Tried and lost on an H200: tokens expanded during the products, by idle warps or by 4 or 8 CTAs of their own (681 us with 8, 655 by the
+// kernel before, 16384x7168x2048); tokens by multicast to 2 or 4 CTAs (0 to -7%); a k16 step decoded behind each product of the stage
+// before (0); weights prefetched into L2 (-2 to -7%); larger CTAs or an early trigger for the kernel before (-0.3 to -1 us).
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 
 #include "../common/launch_sm90.cuh"
 #include "../common/tma_sm90.cuh"
@@ -29,26 +33,33 @@ using namespace sm90;
 
 constexpr int kGroupRows = 64;  // weight rows of a warpgroup
 constexpr int kSmemLimit = 227 * 1024;
-constexpr int kL2Group = 8;  // token tiles that go together over all weight rows
+constexpr int kL2Group = 4;  // token tiles that go together over all weight rows
 
 template <int kTokensPerTile, int kRowGroupsPerTile, int kKGroupsPerTile>
 struct Config {
   static constexpr int kTokens = kTokensPerTile, kRowGroups = kRowGroupsPerTile, kKGroups = kKGroupsPerTile;
   static constexpr int kConsumers = kRowGroups * kKGroups, kRows = kRowGroups * kGroupRows;
-  static_assert(kConsumers == 2);  // what the registers are divided for
+  static_assert((kKGroups == 1 && kConsumers == 2) || ((kKGroups == 2 || kKGroups == 4) && kConsumers == 4));  // what the registers are divided for
   static constexpr int kThreads = (kConsumers + 1) * 128;
   static constexpr int kXBytes = kTokens * kStageK * 2, kWBytes = kRows * kStageK, kStageBytes = kXBytes + kWBytes;
   static constexpr int kStageScales = kRows / 32 * (kStageK / 32);  // weight scales of a stage
-  static constexpr int kStoreBytes = kRows * kTokens * 2;
-  static constexpr int kSumBytes = (kKGroups - 1) * kGroupRows * kTokens * 4;  // sums of the other K groups
-  static constexpr int kAlign = 1024, kBarrierBytes = 1024;                    // barriers and scales
-  static constexpr int kFit = (kSmemLimit - kAlign - kBarrierBytes - kStoreBytes - kSumBytes) / kStageBytes;
-  static constexpr int kStages = std::min(8, kFit / 2 * 2);
+  // A part is what a warpgroup finishes of a tile: its row group's tokens, or half of them in each of the first two K groups. Its
+  // sums of other K groups come to it in shared memory, and its rounded results leave from the same place.
+  static constexpr int kPartTokens = kKGroups == 1 ? kTokens : kTokens / 2, kPartSums = kPartTokens / 2;
+  static constexpr int kParts = kKGroups == 1 ? kRowGroups : 2 * kRowGroups;
+  static constexpr int kPartBytes = kKGroups == 1 ? kGroupRows * kTokens * 2 : (kKGroups == 2 ? kPartSums : 2 * kPartSums) * 128 * 4;
+  static constexpr int kAlign = 1024, kBarrierBytes = 1024;  // barriers, scales, places
+  static constexpr int kFit = (kSmemLimit - kAlign - kBarrierBytes - kParts * kPartBytes) / kStageBytes;
+  static constexpr int kGranularity = std::max(2, kKGroups);  // a K group always finds its stages in the same slots
+  static constexpr int kStages = std::min(kKGroups == 1 ? 8 : 12, kFit / kGranularity * kGranularity);
   // Offsets from a 1024-byte aligned base.
-  static constexpr int kWOffset = kStages * kXBytes, kStoreOffset = kWOffset + kStages * kWBytes, kSumOffset = kStoreOffset + kStoreBytes;
-  static constexpr int kBarrierOffset = kSumOffset + kSumBytes, kScaleOffset = kBarrierOffset + 2 * 8 * kStages;
+  static constexpr int kWOffset = kStages * kXBytes, kPartOffset = kWOffset + kStages * kWBytes;
+  static constexpr int kBarrierOffset = kPartOffset + kParts * kPartBytes, kPlaceOffset = kBarrierOffset + 2 * 8 * kStages;
+  static constexpr int kPlaces = 16;  // positions of tiles: more than the producer can be ahead by, as a tile is at least two stages
+  static constexpr int kScaleOffset = kPlaceOffset + kPlaces * 8;
   static constexpr int kSmem = kAlign + kBarrierOffset + kBarrierBytes;
-  static_assert(kFit >= 4 && (2 * 8 + 4 * kStageScales) * kStages <= kBarrierBytes && kSmem <= kSmemLimit);
+  static_assert(kFit >= 4 && kPlaces >= kStages / 2 + 3 && kPartTokens % 16 == 0 && kPartBytes % 1024 == 0);
+  static_assert(kScaleOffset + 4 * kStageScales * kStages <= kBarrierOffset + kBarrierBytes && kSmem <= kSmemLimit);
 };
 
 // ---- GEMM ----
@@ -133,11 +144,32 @@ __device__ __forceinline__ uint32_t load_shared(uint32_t smem) {
 }
 __device__ __forceinline__ void store_shared(uint32_t smem, uint32_t value) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem), "r"(value) : "memory"); }
 
-__device__ __forceinline__ uint32_t pack2(float low, float high, bool half) {
-  if (half) return pack_half2(low, high);
+__device__ __forceinline__ void store_place(uint32_t smem, int2 place) { asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(smem), "r"(place.x), "r"(place.y) : "memory"); }
+__device__ __forceinline__ int2 load_place(uint32_t smem) {
+  int2 place;
+  asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(place.x), "=r"(place.y) : "r"(smem));
+  return place;
+}
+
+// Two sums rounded to the output's 16-bit type.
+template <bool kHalf>
+__device__ __forceinline__ uint32_t pack2(float low, float high) {
+  if constexpr (kHalf) return pack_half2(low, high);
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
+// The larger magnitudes of two such pairs of bf16, NaN if one is; and whether a pair holds an infinity or NaN.
+__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {
+  uint32_t pair;
+  asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
+  return pair;
+}
+__device__ __forceinline__ float larger(float a, float b) {
+  float most;
+  asm("max.NaN.xorsign.abs.f32 %0, %1, %2;" : "=f"(most) : "f"(a), "f"(b));
+  return most;
+}
+__device__ __forceinline__ bool not_finite(uint32_t pair) { return (pair & 0x7f80) == 0x7f80 || (pair >> 16 & 0x7f80) == 0x7f80; }
 
 // threadIdx.x, read again: what the epilogue derives from it needs no register during the main loop.
 __device__ __forceinline__ int thread_index() {
@@ -202,8 +234,10 @@ __device__ __forceinline__ void produce_scales(const GemmArgs& args, const ByteS
   const uint32_t full = base + C::kBarrierOffset, empty = full + 8 * C::kStages;
   const int scale = lane % C::kStageScales, ahead = lane / C::kStageScales;
   Ring<C> ring(1);
-  for (int t = blockIdx.x; t < tiles.count(); t += gridDim.x) {
-    const int64_t n = static_cast<int64_t>(tiles.at(t).y) * C::kRows + scale / 2 * 32;
+  uint32_t place = 0;
+  for (int t = blockIdx.x; t < tiles.count(); t += gridDim.x, place = (place + 1) % C::kPlaces) {
+    const int2 tile = tiles.at(t);
+    const int64_t n = static_cast<int64_t>(tile.y) * C::kRows + scale / 2 * 32;
     const auto load = [&](int s) {
       const int64_t block = 2 * (s + ahead) + scale % 2;
       return n < args.n && block < scales.blocks ? scales.b_byte(n, block) : uint8_t{127};
@@ -215,6 +249,7 @@ __device__ __forceinline__ void produce_scales(const GemmArgs& args, const ByteS
       for (int i = 0; i < kAhead && s + i < stages; ++i, ring.advance()) {
         mbarrier_wait(empty + 8 * ring.slot, ring.parity);
         if (ahead == i) store_shared(base + C::kScaleOffset + 4 * (ring.slot * C::kStageScales + scale), now);
+        if (s + i == 0 && lane == 0) store_place(base + C::kPlaceOffset + 8 * place, tile);
         __syncwarp();
         if (lane == 0) mbarrier_arrive(full + 8 * ring.slot);
       }
@@ -224,15 +259,36 @@ __device__ __forceinline__ void produce_scales(const GemmArgs& args, const ByteS
 
 // Whether a weight row holds nonzero codes under a scale that bf16 does not have, in this lane's quarter of its K group's stages.
 template <class C>
-__device__ __noinline__ bool extreme_codes(const GemmArgs& args, const ByteScales& scales, int64_t n, int c, int first) {
+__device__ __noinline__ bool extreme_codes(const GemmArgs& args, const ByteScales& scales, int64_t n, int c, int k_group) {
   if (n >= args.n) return false;
-  for (int64_t pair = first / 2; pair * kPadK < args.k; pair += C::kKGroups) {
-    for (int64_t k = pair * kPadK + 16 * c; k < min((pair + 1) * kPadK, args.k); k += kStageK) {
-      const uint4 codes = __ldg(reinterpret_cast<const uint4*>(args.b + n * args.k + k));
-      if (multiplier(scales.b_byte(n, k / 32)) == 0 && ((codes.x | codes.y | codes.z | codes.w) & 0x7f7f7f7fu) != 0) return true;
-    }
+  for (int64_t k = k_group * kStageK + 16 * c; k < args.k; k += C::kKGroups * kStageK) {
+    const uint4 codes = __ldg(reinterpret_cast<const uint4*>(args.b + n * args.k + k));
+    if (multiplier(scales.b_byte(n, k / 32)) == 0 && ((codes.x | codes.y | codes.z | codes.w) & 0x7f7f7f7fu) != 0) return true;
   }
   return false;
+}
+
+// Computes what is not finite in a part of C again, element by element. `out` has C's place in it; all threads of the warpgroup come.
+template <class C>
+__device__ __forceinline__ void repair_part(const GemmArgs& out, const GemmArgs& args, const ByteScales& scales, int64_t m0, int64_t n0, int thread) {
+  const int barrier_id = thread / 128 + 1;
+  if (thread % 128 == 0) tma_store_wait();
+  barrier_sync<128>(barrier_id);
+  for (int i = thread % 128; i < kGroupRows * C::kPartTokens; i += 128) {
+    const int64_t n = n0 + i % kGroupRows, m = m0 + i / kGroupRows;
+    if (m < args.m && n < args.n && stored_not_finite(out, m, n)) store_c(out, m, n, exact_element(args, scales, m, n));
+  }
+  barrier_sync<128>(barrier_id);
+}
+
+// Where a lane finds its codes and their scale in slot 0: those of row g = lane / 4 and row g + 8, which lie in one scale block.
+struct Source {
+  uint32_t codes, factor;
+};
+template <class C>
+__device__ __forceinline__ Source source_of(uint32_t base, int thread) {
+  const int row = thread / 128 % C::kRowGroups * kGroupRows + thread / 32 % 4 * 16 + thread % 32 / 4;
+  return {base + C::kWOffset + row * kStageK + thread % 4 * 16, base + C::kScaleOffset + 4 * (row / 32 * 2 + thread % 4 / 2)};
 }
 
 // kStaged: C leaves through shared memory and TMA, else by direct stores.
@@ -252,11 +308,18 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       mbarrier_init(base + C::kBarrierOffset + 8 * (C::kStages + i), C::kRowGroups * 4);
     }
     mbarrier_init_fence();
+  } else if (threadIdx.x == C::kConsumers * 128) {
+    prefetch_tensor_map(&maps.w);
+    prefetch_tensor_map(&maps.x);
   }
   __syncthreads();
 
   if (warpgroup == C::kConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if constexpr (C::kConsumers == 2) {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    } else {
+      asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
+    }
     if (warp == 0) {
       if (lane == 0) produce_operands<C>(maps, tiles, base, stages);
     } else if (warp == 1) {
@@ -265,13 +328,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     return;
   }
 
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  if constexpr (C::kConsumers == 2) {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
+  }
   const int k_group = warpgroup / C::kRowGroups;
-  // Of slot 0. A warp's 16 rows lie in one scale block.
-  const uint32_t x_descriptor = wgmma_descriptor_low(base);
-  const int row = warpgroup % C::kRowGroups * kGroupRows + warp * 16 + lane / 4;  // this lane's first; the other is row + 8
-  const uint32_t codes_smem = base + C::kWOffset + row * kStageK + lane % 4 * 16;
-  const uint32_t factor_smem = base + C::kScaleOffset + 4 * (row / 32 * 2 + lane % 4 / 2), full = base + C::kBarrierOffset;
+  const uint32_t x_descriptor = wgmma_descriptor_low(base), full = base + C::kBarrierOffset;
   constexpr uint32_t kEmpty = 8 * C::kStages;  // from a slot's full to its empty barrier
   float sum[C::kTokens / 2] = {};
   uint32_t most[2] = {};  // the largest fields of row g's and g + 8's codes in the tile, as two 16-bit lanes
@@ -281,10 +344,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   struct Codes {
     uint32_t words[2][4], factor;
   };
-  const auto load_stage = [&](uint32_t slot, Codes& codes) {
-    codes.factor = load_shared(factor_smem + slot * (4 * C::kStageScales));
-    load_codes(codes.words[0], codes_smem + slot * C::kWBytes);
-    load_codes(codes.words[1], codes_smem + slot * C::kWBytes + 8 * kStageK);
+  const auto load_stage = [&](const Source& source, uint32_t slot, Codes& codes) {
+    codes.factor = load_shared(source.factor + slot * (4 * C::kStageScales));
+    load_codes(codes.words[0], source.codes + slot * C::kWBytes);
+    load_codes(codes.words[1], source.codes + slot * C::kWBytes + 8 * kStageK);
   };
   // As the A fragments of the stage's four k16 steps.
   const auto decode_stage = [&](const Codes& codes, uint32_t (&a)[16]) {
@@ -306,167 +369,229 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     wgmma_commit();
   };
   const auto release = [&](uint32_t slot) {
+    __syncwarp();
     if (lane == 0) mbarrier_arrive(full + kEmpty + 8 * slot);
   };
+  uint32_t suspect;  // bits 0, 1: row g, g + 8 holds a NaN code; bit 2: a scale that bf16 does not have
+  const auto look_at_codes = [&] {
+    suspect = holds_nan(most[0]) | holds_nan(most[1]) << 1 | zero_factor << 2;
+    most[0] = most[1] = 0, zero_factor = false;
+  };
 
-  static_assert(C::kStages % 2 == 0);  // the second stage of a pair never wraps
-  constexpr int kTurn = 2 * C::kKGroups;
-  const int first = 2 * k_group;
-  const bool works = C::kKGroups == 1 || first < stages;
-  Ring<C> tile_ring(0), ring = tile_ring.ahead(first);
-  uint32_t a0[16], a1[16];
+  Ring<C> ring = Ring<C>(0).ahead(k_group);
+  uint32_t a0[16], a1[16];  // a1: with one K group
   Codes codes;
-  if (works) {
+  if constexpr (C::kKGroups == 1) {
     mbarrier_wait(full + 8 * ring.slot, ring.parity);
-    load_stage(ring.slot, codes);
+    load_stage(source_of<C>(base, thread_index()), ring.slot, codes);
     decode_stage(codes, a0);
   }
 
-  for (int t = blockIdx.x; t < tiles.count(); t += gridDim.x) {
-    const int2 tile = tiles.at(t);
-    uint32_t suspect = 0;  // bits 0, 1: row g, g + 8 holds a NaN code; bit 2: a scale that bf16 does not have
-    if (!works) {
-#pragma unroll
-      for (float& value : sum) value = 0.f;
-    }
+  const int turns = (tiles.count() - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
+  int first_repair = turns;  // from this turn on results are looked at again, at the end
+  for (int turn = 0; turn < turns; ++turn) {
+    const Source source = source_of<C>(base, thread_index());
+    if constexpr (C::kKGroups == 1) {
 #pragma unroll 1
-    for (int s = first; s < stages; s += kTurn) {
-      const uint32_t slot = ring.slot;
-      multiply_stage(slot, a0, s > first);
-      mbarrier_wait(full + 8 * slot + 8, ring.parity);
-      load_stage(slot + 1, codes);
-      decode_stage(codes, a1);
-      multiply_stage(slot + 1, a1, true);
-      wgmma_wait<1>();
-      release(slot);
-      // The next pair's first stage: of this tile or, so that its products can start at once, of the next one.
-      const bool last = s + kTurn >= stages;
-      if (last) {
-        suspect = holds_nan(most[0]) | holds_nan(most[1]) << 1 | zero_factor << 2;
-        most[0] = most[1] = 0, zero_factor = false;
+      for (int s = 0; s < stages; s += 2) {
+        const uint32_t slot = ring.slot;
+        multiply_stage(slot, a0, s > 0);
+        mbarrier_wait(full + 8 * slot + 8, ring.parity);
+        load_stage(source, slot + 1, codes);
+        decode_stage(codes, a1);
+        multiply_stage(slot + 1, a1, true);
+        wgmma_wait<1>();
+        release(slot);
+        // The next pair's first stage: of this tile or, so that its products can start at once, of the next one.
+        const bool last = s + 2 >= stages;
+        if (last) look_at_codes();
+        ring.advance(2);
+        if (!last || turn + 1 < turns) {
+          mbarrier_wait(full + 8 * ring.slot, ring.parity);
+          load_stage(source, ring.slot, codes);
+          decode_stage(codes, a0);
+        }
+        wgmma_wait<0>();
+        release(slot + 1);
       }
-      if (C::kKGroups > 1 && last) {
-        tile_ring = tile_ring.ahead(stages);
-        ring = tile_ring.ahead(first);
-      } else {
-        ring.advance(kTurn);
-      }
-      if (!last || t + gridDim.x < tiles.count()) {
-        mbarrier_wait(full + 8 * ring.slot, ring.parity);
-        load_stage(ring.slot, codes);
-        decode_stage(codes, a0);
-      }
-      wgmma_wait<0>();
-      release(slot + 1);
-    }
-
-    const int thread = thread_index(), warp = thread / 32 % 4, lane = thread % 32, g = lane / 4, c = lane % 4, row_group = thread / 128 % C::kRowGroups;
-    const int barrier_id = row_group + 1;  // of the row group's first K group
-    const bool leader = thread % 128 == 0;
-    const int64_t m0 = static_cast<int64_t>(tile.x) * C::kTokens, n0 = static_cast<int64_t>(tile.y) * C::kRows + row_group * kGroupRows;
-    // A code that is NaN, or whose scale bf16 does not have, shows in every sum of its row, whatever lane of the quad saw it.
-    float poison[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      bool bad = suspect >> half & 1;
-      if (suspect & 4) bad |= extreme_codes<C>(args, scales, n0 + warp * 16 + g + half * 8, c, first);
-      const uint32_t quad = __ballot_sync(~0u, bad) >> (lane & ~3) & 15;
-      poison[half] = quad != 0 ? __uint_as_float(mx::kNanBits) : 0.f;
-    }
-    if constexpr (C::kKGroups > 1) {
-      const uint32_t sums = base + C::kSumOffset + thread % 128 * 4;
-      const auto at = [&](int group, int i) { return sums + ((group - 1) * (C::kTokens / 2) + i) * 128 * 4; };
-      if (k_group > 0) {
-#pragma unroll
-        for (int i = 0; i < C::kTokens / 2; ++i) store_shared(at(k_group, i), __float_as_uint(sum[i] + poison[i / 2 % 2]));
-      }
-      barrier_sync<C::kConsumers * 128>(C::kRowGroups + 1);
-      if (k_group == 0) {
-#pragma unroll
-        for (int group = 1; group < C::kKGroups; ++group)
-#pragma unroll
-          for (int i = 0; i < C::kTokens / 2; ++i) sum[i] += __uint_as_float(load_shared(at(group, i)));
-      }
-      barrier_sync<C::kConsumers * 128>(C::kRowGroups + 1);
-      if (k_group > 0) continue;
-    }
-
-    const int64_t row0 = n0 + warp * 16 + g;  // of this lane, and row0 + 8
-    const float bias[2] = {poison[0] + (row0 < args.n ? bias_at(args, row0) : 0.f), poison[1] + (row0 + 8 < args.n ? bias_at(args, row0 + 8) : 0.f)};
-    bool any_nan = bias[0] != bias[0] || bias[1] != bias[1];
-    if (any_nan || args.bias != nullptr) {
-#pragma unroll
-      for (int i = 0; i < C::kTokens / 2; ++i) sum[i] += bias[i / 2 % 2];
-    }
-#pragma unroll
-    for (int i = 0; i < C::kTokens / 2; ++i) {
-      // A NaN token shows in every row: one of the two is enough, unless another K group has poisoned just one.
-      if (C::kKGroups > 1 || i / 2 % 2 == 0) any_nan |= isnan(sum[i]);
-    }
-    if constexpr (!kStaged) {
-#pragma unroll
-      for (int i = 0; i < C::kTokens / 2; ++i) {
-        const int64_t m = m0 + i / 4 * 8 + c * 2 + i % 2, n = row0 + i / 2 % 2 * 8;
-        if (m < args.m && n < args.n) store_rounded(args, m, n, sum[i]);
-      }
-      any_nan = barrier_or(barrier_id, any_nan);
     } else {
-      const bool half = args.out_type == Float::f16;
-      const uint32_t staged = base + C::kStoreOffset + row_group * kGroupRows * C::kTokens * 2;
-      if (leader) {
-        if constexpr (kDeliver) {
-          tma_store_wait();
-        } else {
-          tma_store_wait_read();
-        }
-      }
-      barrier_sync<128>(barrier_id);
+      if (k_group >= stages) {
 #pragma unroll
-      for (int j = 0; j < C::kTokens / 16; ++j) {  // 16 tokens: four 8x8 matrices (rows 0-7, 8-15) x (tokens 0-7, 8-15), stored transposed
-        const float* p = sum + j * 8;
-        const int matrix = lane / 8, token = j * 16 + lane % 8 + matrix / 2 * 8;
-        const uint32_t block = warp * 2 + matrix % 2;
-        store_matrix_transposed(staged + token * 128 + ((block ^ (token & 7)) << 4), pack2(p[0], p[1], half), pack2(p[2], p[3], half),
-                                pack2(p[4], p[5], half), pack2(p[6], p[7], half));
+        for (float& value : sum) value = 0.f;
       }
-      fence_async_shared();
-      any_nan = barrier_or(barrier_id, any_nan);
-      if (leader) {
-        if constexpr (kDeliver) {
-          const Target target = target_of<C>(delivery, tiles, tile.x);
-          tma_store(&delivery_maps.c[target.owner], staged, static_cast<int>(n0), target.row);
-          tma_store_commit();
-          // The tile before has landed since the wait above.
-          if (t != blockIdx.x) count_delivered<C>(delivery, tiles, target_of<C>(delivery, tiles, tiles.at(t - gridDim.x).x));
-        } else {
-          tma_store(&maps.c, staged, static_cast<int>(n0), static_cast<int>(m0));
-          tma_store_commit();
-        }
+      int s = k_group;
+#pragma unroll 1
+      for (; s < stages; s += C::kKGroups) {
+        mbarrier_wait(full + 8 * ring.slot, ring.parity);
+        load_stage(source, ring.slot, codes);
+        decode_stage(codes, a0);
+        multiply_stage(ring.slot, a0, s > k_group);
+        wgmma_wait<0>();
+        release(ring.slot);
+        ring.advance(C::kKGroups);
       }
+      look_at_codes();
+      ring = ring.ahead(2 * C::kStages + k_group + stages - s);  // this group's first stage of the next tile, at most kKGroups - 1 back
     }
 
-    if (any_nan) {
-      if (leader) tma_store_wait();
-      barrier_sync<128>(barrier_id);
-      for (int i = thread % 128; i < kGroupRows * C::kTokens; i += 128) {
-        const int64_t n = n0 + i % kGroupRows, m = m0 + i / kGroupRows;
-        if constexpr (kDeliver) {
-          const Target target = target_of<C>(delivery, tiles, tile.x);
-          GemmArgs there = args;
-          there.out = static_cast<__nv_bfloat16*>(delivery.out[target.owner]) + (target.row - m0) * args.n;
-          if (m < args.m && n < args.n && stored_is_nan(there, m, n)) store_c(there, m, n, exact_element(args, scales, m, n));
+    const int thread = thread_index(), part = thread / 128, warp = thread / 32 % 4, lane = thread % 32, g = lane / 4, c = lane % 4;
+    const int barrier_id = part + 1;
+    const bool leader = thread % 128 == 0;
+    const auto place = [&](int of_turn) { return load_place(base + C::kPlaceOffset + 8 * (static_cast<uint32_t>(of_turn) % C::kPlaces)); };
+    const auto first_row = [&] { return static_cast<int64_t>(place(turn).y) * C::kRows + part % C::kRowGroups * kGroupRows; };
+    // A code that is NaN, or whose scale bf16 does not have, shows in every sum of its row, whatever lane of the quad saw it.
+    float poison[2] = {};
+    const bool suspects = __any_sync(~0u, suspect != 0);
+    if (suspects) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        bool bad = suspect >> half & 1;
+        if (suspect & 4) bad |= extreme_codes<C>(args, scales, first_row() + warp * 16 + g + half * 8, c, k_group);
+        if ((__ballot_sync(~0u, bad) >> (lane & ~3) & 15) != 0) poison[half] = __uint_as_float(mx::kNanBits);
+      }
+    }
+    const auto at_part = [&](int of_part, int i) { return base + C::kPartOffset + of_part * C::kPartBytes + (i * 128 + thread % 128) * 4; };
+    if constexpr (C::kKGroups > 1) {
+      if (leader) tma_store_wait_read();
+      if (turn > 0) barrier_sync<C::kConsumers * 128>(C::kConsumers + 1);  // nobody needs the last tile's sums and results there
+      if constexpr (C::kKGroups == 4) {
+        // The sums of K groups 2 and 3 go to 0 and 1.
+        if (part >= 2) {
+#pragma unroll
+          for (int i = 0; i < C::kTokens / 2; ++i) store_shared(at_part(part - 2, i), __float_as_uint(sum[i] + poison[i / 2 % 2]));
+        }
+        barrier_sync<C::kConsumers * 128>(C::kConsumers + 2);
+        if (part >= 2) continue;
+#pragma unroll
+        for (int i = 0; i < C::kTokens / 2; ++i) sum[i] += __uint_as_float(load_shared(at_part(part, i)));
+        barrier_sync<C::kParts * 128>(C::kConsumers + 3);
+      }
+    }
+    // The rest for the sums from kFirst on.
+    const auto finish = [&](auto first_sum) {
+      constexpr int kFirst = decltype(first_sum)::value;
+      const int2 tile = place(turn);
+      [[maybe_unused]] const int64_t m0 = static_cast<int64_t>(tile.x) * C::kTokens + part / C::kRowGroups * C::kPartTokens;
+      const int64_t n0 = first_row();
+
+      const int64_t row0 = n0 + warp * 16 + g;  // of this lane, and row0 + 8
+      float bias[2] = {poison[0], poison[1]};
+      if (args.bias != nullptr) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+          if (row0 + half * 8 < args.n) bias[half] += bias_at(args, row0 + half * 8);
+      }
+      bool repair = !isfinite(bias[0]) || !isfinite(bias[1]);
+      if (repair || args.bias != nullptr) {
+#pragma unroll
+        for (int i = 0; i < C::kPartSums; ++i) sum[kFirst + i] += bias[i / 2 % 2];
+      }
+      if constexpr (!kStaged) {
+#pragma unroll
+        for (int i = 0; i < C::kPartSums; ++i) {
+          const int64_t m = m0 + i / 4 * 8 + c * 2 + i % 2, n = row0 + i / 2 % 2 * 8;
+          repair |= !isfinite(sum[kFirst + i]);
+          if (m < args.m && n < args.n) store_rounded(args, m, n, sum[kFirst + i]);
+        }
+        repair = barrier_or(barrier_id, repair);
+      } else {
+        const uint32_t staged = base + C::kPartOffset + part * C::kPartBytes;
+        if (leader) {
+          if constexpr (kDeliver) {
+            tma_store_wait();
+          } else {
+            tma_store_wait_read();
+          }
+        }
+        barrier_sync<128>(barrier_id);
+        // 16 tokens: four 8x8 matrices (rows 0-7, 8-15) x (tokens 0-7, 8-15), stored transposed.
+        const uint32_t matrix = lane / 8, target = staged + (lane % 8 + matrix / 2 * 8) * 128 + ((warp * 2 + matrix % 2 ^ lane % 8) << 4);
+        const auto stage_sums = [&](auto half) {
+          constexpr bool kHalf = decltype(half)::value;
+          uint32_t most[2] = {};
+          float largest = 0.f;
+#pragma unroll
+          for (int j = 0; j < C::kPartTokens / 16; ++j) {
+            uint32_t pairs[4];
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              pairs[i] = pack2<kHalf>(sum[kFirst + j * 8 + 2 * i], sum[kFirst + j * 8 + 2 * i + 1]);
+              if constexpr (kHalf) {
+                largest = larger(larger(largest, sum[kFirst + j * 8 + 2 * i]), sum[kFirst + j * 8 + 2 * i + 1]);  // finite sums may round to infinity
+              } else {
+                most[i / 2] = larger(most[i / 2], pairs[i]);
+              }
+            }
+            store_matrix_transposed(target + j * 2048, pairs[0], pairs[1], pairs[2], pairs[3]);
+          }
+          repair |= !isfinite(largest) || not_finite(larger(most[0], most[1]));
+        };
+        if (args.out_type == Float::f16) {
+          stage_sums(std::true_type{});
         } else {
-          if (m < args.m && n < args.n && stored_is_nan(args, m, n)) store_c(args, m, n, exact_element(args, scales, m, n));
+          stage_sums(std::false_type{});
+        }
+        fence_async_shared();
+        repair = barrier_or(barrier_id, repair);
+        if (leader) {
+          if constexpr (kDeliver) {
+            const Target target = target_of<C>(delivery, tiles, tile.x);
+            tma_store(&delivery_maps.c[target.owner], staged, static_cast<int>(n0), target.row);
+            tma_store_commit();
+            // The tile before has landed since the wait above.
+            if (turn > 0 && turn <= first_repair) count_delivered<C>(delivery, tiles, target_of<C>(delivery, tiles, place(turn - 1).x));
+          } else {
+            tma_store(&maps.c, staged, static_cast<int>(n0), static_cast<int>(m0));
+            tma_store_commit();
+          }
         }
       }
-      if constexpr (kDeliver) barrier_sync<128>(barrier_id);  // before the leader counts the tile
+
+      if (repair) first_repair = min(first_repair, turn);
+    };
+    if constexpr (C::kKGroups == 1) {
+      finish(std::integral_constant<int, 0>{});
+    } else {
+      // K groups 0 and 1 send each other the sums of the tokens that the other one finishes.
+      const auto exchange = [&](auto first_sum) {
+        constexpr int kFirst = decltype(first_sum)::value, kOthers = C::kPartSums - kFirst;
+#pragma unroll
+        for (int i = 0; i < C::kPartSums; ++i) store_shared(at_part(part ^ C::kRowGroups, i), __float_as_uint(sum[kOthers + i] + poison[i / 2 % 2]));
+        barrier_sync<C::kParts * 128>(C::kConsumers + 3);
+#pragma unroll
+        for (int i = 0; i < C::kPartSums; ++i) sum[kFirst + i] += __uint_as_float(load_shared(at_part(part, i)));
+        finish(first_sum);
+      };
+      if (k_group == 0) {
+        exchange(std::integral_constant<int, 0>{});
+      } else {
+        exchange(std::integral_constant<int, C::kPartSums>{});
+      }
     }
   }
-  if (threadIdx.x % 128 == 0 && k_group == 0) {
-    tma_store_wait();
+
+  const int thread = thread_index(), part = thread / 128;
+  const bool leader = thread % 128 == 0;
+  if constexpr (kDeliver) {
+    if (leader) {
+      tma_store_wait();
+      if (first_repair == turns) count_delivered<C>(delivery, tiles, target_of<C>(delivery, tiles, tiles.at(blockIdx.x + (turns - 1) * gridDim.x).x));
+    }
+  } else {
+    if (leader) tma_store_wait_read();
+  }
+  for (int turn = first_repair; turn < turns; ++turn) {
+    const int2 tile = tiles.at(blockIdx.x + turn * gridDim.x);
+    const int64_t m0 = static_cast<int64_t>(tile.x) * C::kTokens + part / C::kRowGroups * C::kPartTokens;
+    const int64_t n0 = static_cast<int64_t>(tile.y) * C::kRows + part % C::kRowGroups * kGroupRows;
     if constexpr (kDeliver) {
-      const int last = blockIdx.x + (tiles.count() - 1 - blockIdx.x) / gridDim.x * gridDim.x;
-      count_delivered<C>(delivery, tiles, target_of<C>(delivery, tiles, tiles.at(last).x));
+      const Target target = target_of<C>(delivery, tiles, tile.x);
+      GemmArgs there = args;
+      there.out = static_cast<__nv_bfloat16*>(delivery.out[target.owner]) + (target.row - m0) * args.n;
+      repair_part<C>(there, args, scales, m0, n0, thread);
+      if (leader) count_delivered<C>(delivery, tiles, target);
+    } else {
+      repair_part<C>(args, args, scales, m0, n0, thread);
     }
   }
 }
@@ -488,7 +613,7 @@ cudaError_t launch(const GemmArgs& args, void* workspace, cudaStream_t stream) {
   bool ok = make_tensor_map(&maps.x, workspace, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, args.m, columns, C::kTokens, kStageK, CU_TENSOR_MAP_SWIZZLE_128B);
   ok &= make_tensor_map(&maps.w, args.b, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, args.n, args.k, C::kRows, kStageK, CU_TENSOR_MAP_SWIZZLE_NONE);
   if (kStaged)
-    ok &= make_tensor_map(&maps.c, args.out, args.out_type == Float::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, args.m, args.n, C::kTokens, 64,
+    ok &= make_tensor_map(&maps.c, args.out, args.out_type == Float::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, args.m, args.n, C::kPartTokens, 64,
                           CU_TENSOR_MAP_SWIZZLE_128B);
   if (!ok) return cudaErrorInvalidValue;
   const Tiles tiles = {static_cast<int>((args.m + C::kTokens - 1) / C::kTokens), static_cast<int>((args.n + C::kRows - 1) / C::kRows)};
@@ -533,33 +658,40 @@ bool gemm_fits(const GemmArgs& args) { return args.k > 0 && aligned16(args.a) &&
 
 int64_t gemm_workspace_bytes(int64_t m, int64_t k) { return m * padded_k(k) * 2; }
 
-GemmTile gemm_tile(int64_t m, int64_t n) {
-  // Measured on an H200, K = 2048: microseconds that a full wave of tiles takes (bench/results/cuda_mxfp8_raw.json).
+GemmTile gemm_tile(int64_t m, int64_t n, int64_t k) {
+  // Microseconds of a wave of tiles per 64 of K, beside about one that a wave takes whatever its K: fitted to times on an H200 at 33 to
+  // 2048 tokens, 7168x2048, 5120x2048, 8192x1280 and 8192x7168 (2026-11-30). Within 2% of the best of these tiles at all of them.
   struct Choice {
     GemmTile tile;
     int rows, tokens;
-    float wave;
+    float step;
   };
-  constexpr Choice kChoices[] = {{GemmTile::rows64_tokens64, 64, 64, 8.5f},
-                                 {GemmTile::rows64_tokens128, 64, 128, 9.7f},
-                                 {GemmTile::rows128_tokens128, 128, 128, 17.f},
-                                 {GemmTile::rows128_tokens192, 128, 192, 21.3f},
-                                 {GemmTile::rows128_tokens256, 128, 256, 26.f}};
+  constexpr Choice kChoices[] = {{GemmTile::rows64_tokens64, 64, 64, .191f},
+                                 {GemmTile::rows64_tokens128, 64, 128, .291f},
+                                 {GemmTile::rows128_tokens96, 128, 96, .352f},
+                                 {GemmTile::rows128_tokens128, 128, 128, .407f},
+                                 {GemmTile::rows128_tokens176, 128, 176, .49f},
+                                 {GemmTile::rows128_tokens192, 128, 192, .505f},
+                                 {GemmTile::rows128_tokens224, 128, 224, .582f},
+                                 {GemmTile::rows128_tokens256, 128, 256, .65f}};
   GemmTile best = GemmTile::rows128_tokens256;
   float least = std::numeric_limits<float>::infinity();
   for (const Choice& c : kChoices) {
     const int64_t tiles = ((m + c.tokens - 1) / c.tokens) * ((n + c.rows - 1) / c.rows), waves = (tiles + 131) / 132;
-    if (const float time = static_cast<float>(waves) * c.wave; time < least) least = time, best = c.tile;
+    if (const float time = static_cast<float>(waves) * (1.f + c.step * static_cast<float>(k / kStageK)); time < least) least = time, best = c.tile;
   }
   return best;
 }
 
 cudaError_t launch_gemm(const GemmArgs& args, GemmTile tile, void* workspace, cudaStream_t stream) {
   switch (tile) {
-    case GemmTile::rows64_tokens64: return launch_store<Config<64, 1, 2>>(args, workspace, stream);
-    case GemmTile::rows64_tokens128: return launch_store<Config<128, 1, 2>>(args, workspace, stream);
-    case GemmTile::rows128_tokens128: return launch_store<Config<128, 2, 1>>(args, workspace, stream);
+    case GemmTile::rows64_tokens64: return launch_store<Config<64, 1, 4>>(args, workspace, stream);
+    case GemmTile::rows64_tokens128: return launch_store<Config<128, 1, 4>>(args, workspace, stream);
+    case GemmTile::rows128_tokens96: return launch_store<Config<96, 2, 2>>(args, workspace, stream);
+    case GemmTile::rows128_tokens128: return launch_store<Config<128, 2, 2>>(args, workspace, stream);
+    case GemmTile::rows128_tokens176: return launch_store<Config<176, 2, 1>>(args, workspace, stream);
     case GemmTile::rows128_tokens192: return launch_store<Config<192, 2, 1>>(args, workspace, stream);
+    case GemmTile::rows128_tokens224: return launch_store<Config<224, 2, 1>>(args, workspace, stream);
     default: return launch_store<Config<256, 2, 1>>(args, workspace, stream);
   }
 }

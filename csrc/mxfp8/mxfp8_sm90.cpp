@@ -14,7 +14,7 @@ using cuda::float_type;
 
 template <GemmTile kTile>
 bool takes(const RouteDims& d) {
-  return gemm_tile(d[0], d[1]) == kTile;
+  return gemm_tile(d[0], d[1], d[2]) == kTile;
 }
 
 // The names give weight rows x tokens of a tile. Misaligned operands take fp32 FMAs instead.
@@ -22,8 +22,11 @@ constexpr Route kRoutes[] = {
     {"skinny", [](const RouteDims& d) { return skinny_takes(d[0], d[2]); }, "up to 32 tokens: streams the weight once, bound by memory"},
     {"64x64", takes<GemmTile::rows64_tokens64>, "bf16 wgmma on operands decoded exactly from e4m3; the tile whose waves over 132 SMs take least time"},
     {"64x128", takes<GemmTile::rows64_tokens128>, "the same"},
+    {"128x96", takes<GemmTile::rows128_tokens96>, "the same"},
     {"128x128", takes<GemmTile::rows128_tokens128>, "the same"},
+    {"128x176", takes<GemmTile::rows128_tokens176>, "the same"},
     {"128x192", takes<GemmTile::rows128_tokens192>, "the same"},
+    {"128x224", takes<GemmTile::rows128_tokens224>, "the same"},
     {"128x256", [](const RouteDims&) { return true; }, "the same; every large shape"},
 };
 constexpr Route kScaledRoutes[] = {
@@ -47,7 +50,7 @@ cudaError_t launch_mx(const GemmArgs& args, const Tensor& like, cudaStream_t str
   if (skinny && args.k > 0 && skinny_fits(args)) return launch_skinny(args, stream);
   if (skinny || !gemm_fits(args)) return launch_simple(args, stream);
   const Tensor workspace = torch::stable::new_empty(like, Sizes{gemm_workspace_bytes(args.m, args.k)}, ScalarType::Byte);
-  return launch_gemm(args, gemm_tile(args.m, args.n), workspace.mutable_data_ptr(), stream);
+  return launch_gemm(args, gemm_tile(args.m, args.n, args.k), workspace.mutable_data_ptr(), stream);
 }
 
 }  // namespace

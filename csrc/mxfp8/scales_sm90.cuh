@@ -103,12 +103,12 @@ __device__ __forceinline__ void store_c(const GemmArgs& args, int64_t m, int64_t
 __device__ __forceinline__ void store_c(const GemmArgs& args, int64_t m, int64_t n, double c) { store_rounded(args, m, n, static_cast<float>(c + bias_at(args, n))); }
 
 // Past the L1 cache: the copy engine may have written it.
-__device__ __forceinline__ bool stored_is_nan(const GemmArgs& args, int64_t m, int64_t n) {
+__device__ __forceinline__ bool stored_not_finite(const GemmArgs& args, int64_t m, int64_t n) {
   const int64_t at = m * args.n + n;
   switch (args.out_type) {
-    case Float::f32: return isnan(__ldcg(static_cast<const float*>(args.out) + at));
-    case Float::bf16: return __hisnan(__ldcg(static_cast<const __nv_bfloat16*>(args.out) + at));
-    default: return __hisnan(__ldcg(static_cast<const __half*>(args.out) + at));
+    case Float::f32: return !isfinite(__ldcg(static_cast<const float*>(args.out) + at));
+    case Float::bf16: return !isfinite(__bfloat162float(__ldcg(static_cast<const __nv_bfloat16*>(args.out) + at)));
+    default: return !isfinite(__half2float(__ldcg(static_cast<const __half*>(args.out) + at)));
   }
 }
 

@@ -30,7 +30,8 @@ STABLE_TORCH_LIBRARY(mori, m) {
   m.def("gemm_ar(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, str quant, str group_name, *, Tensor? bias=None, ScalarType? out_dtype=None, str wire=\"bf16\") -> Tensor");
   m.def("gemm_ar.out(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, str quant, str group_name, *, Tensor? bias=None, str wire=\"bf16\", Tensor(a!) out) -> ()");
   m.def("_gemm_ar_check(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, str quant, Tensor? bias, str wire, ScalarType? out_dtype, Tensor? out) -> ()");
-  m.def("_gemm_ar_symmetric(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, str quant, Tensor? bias, str wire, bool one_shot, int chunk_rows, int span_chunks, int rank, int[] workspaces, int[] layout, int failure, float timeout, int side_stream, *, Tensor(a!) out) -> ()");
+  m.def("_gemm_ar_prepare(Tensor like) -> ()");
+  m.def("_gemm_ar_symmetric(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, str quant, Tensor? bias, str wire, str algorithm, int chunk_rows, int span_chunks, int rank, int[] workspaces, int[] layout, int failure, float timeout, int[] side_streams, *, Tensor(a!) out) -> ()");
 
   // Attention over selected cells (csrc/qsa/*)
   m.def("kv_quantize(Tensor x) -> (Tensor, Tensor)");

@@ -7,8 +7,10 @@ bits on all ranks, in every run and by every algorithm.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -52,6 +54,11 @@ class Group:
     def peers(self) -> list[int]:
         return [rank for rank in range(self.world) if rank != self.rank]
 
+    @property
+    def timeout(self) -> float:
+        """Seconds."""
+        return self.control._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+
     def shares(self, size: int) -> list[int]:
         """`size` things dealt out to the ranks: the first ranks take one more where they do not divide evenly."""
         return [size // self.world + (rank < size % self.world) for rank in range(self.world)]
@@ -59,6 +66,7 @@ class Group:
 
 # By name, with the group that it was made for: a name may be used again for another group.
 _control_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
+_control_names: Counter[str] = Counter()
 
 
 def control_group(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
@@ -67,11 +75,26 @@ def control_group(process_group: dist.ProcessGroup) -> dist.ProcessGroup:
         return process_group
     known = _control_groups.get(process_group.group_name)
     if known is None or known[0] is not process_group:
-        members = dist.get_process_group_ranks(process_group)
         timeout = process_group._get_backend(process_group._device_types[0]).options._timeout
-        known = process_group, dist.new_group(members, timeout=timeout, backend="gloo", use_local_synchronization=True)
+        known = process_group, gloo_group(process_group, timeout)
         _control_groups[process_group.group_name] = known
     return known[1]
+
+
+def gloo_group(process_group: dist.ProcessGroup, timeout: timedelta) -> dist.ProcessGroup:
+    """A gloo group of the same ranks, made by them alone.
+
+    dist.new_group wants all processes of the job, or (use_local_synchronization) names a group by the number of groups that a
+    process belongs to: where ranks belong to different numbers of them, they wait for each other under different names.
+    """
+    c10d, members = dist.distributed_c10d, dist.get_process_group_ranks(process_group)
+    name = f"{process_group.group_name}/mori_ops/{_control_names[process_group.group_name]}"
+    _control_names[process_group.group_name] += 1
+    group, _ = c10d._new_process_group_helper(
+        len(members), process_group.rank(), members, dist.Backend("gloo"), c10d._get_default_store(), name, timeout=timeout
+    )
+    c10d._world.pg_group_ranks[group] = {member: rank for rank, member in enumerate(members)}
+    return group
 
 
 class Workspace:

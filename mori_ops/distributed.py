@@ -14,6 +14,7 @@ The order of every sum is fixed, so the result is the same bits on all ranks, in
 
 from __future__ import annotations
 
+from functools import lru_cache
 from types import TracebackType
 
 import torch
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from mori_ops.collectives import ALGORITHMS, BLOCK, REFUSED, WIRES, Gemm, Group, Headers, Workspace, reserve
 from mori_ops.routes import route
-from mori_ops.symmetric import SymmetricWorkspace, open_workspace, partial_bytes, slot_bytes
+from mori_ops.symmetric import Board, Sizes, SymmetricWorkspace, open_workspace, partial_bytes
 
 TIMEOUT = 60.0  # seconds that a CUDA kernel waits for another rank
 
@@ -114,7 +115,7 @@ class GemmAllReduce:
         *,
         device: torch.device | str = "cpu",
         out_dtype: torch.dtype = torch.bfloat16,
-        timeout: float = TIMEOUT,
+        timeout: float | None = None,
     ) -> None:
         if m_max < 1 or n_max < 1:
             raise ValueError(f"GemmAllReduce: m_max and n_max must be positive, got {m_max} and {n_max}")
@@ -167,29 +168,31 @@ class GemmAllReduce:
 class Engine:
     """What runs the calls of one group on one device, with the memory that it keeps between them."""
 
-    def __init__(self, group: Group, device: torch.device, timeout: float = TIMEOUT) -> None:
+    def __init__(self, group: Group, device: torch.device, timeout: float | None = None) -> None:
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
-        self.group, self.device, self.timeout = group, device, timeout
+        self.group, self.device, self.timeout = group, device, TIMEOUT if timeout is None else timeout
         self.workspace = Workspace()
         # Of growing size: a captured graph may still use the earlier ones. None: tried, and this group cannot share memory.
         self.symmetric: list[SymmetricWorkspace] | None = [] if device.type == "cuda" and group.world > 1 else None
+        self.board: Board | None = None
 
     def reserve(self, m_max: int, n_max: int, out_dtype: torch.dtype) -> None:
         if self.group.world == 1:
             return
         if self.symmetric is not None:
-            self.open(slot_bytes(m_max, n_max, partial_bytes(out_dtype), self.group.world))
+            self.open(Sizes.of(m_max, n_max, partial_bytes(out_dtype), self.group.world))
         if self.symmetric is None:
             reserve(self.workspace, m_max, n_max, self.group, self.device)
 
-    def open(self, wanted_bytes: int) -> None:
+    def open(self, sizes: Sizes) -> None:
         """Collective."""
-        opened = open_workspace(self.group, wanted_bytes, self.device, self.timeout)
+        opened = open_workspace(self.group, sizes, self.device, self.timeout)
         if opened is None:
-            self.symmetric = None
-        else:
-            self.symmetric.append(opened)
+            self.symmetric = self.board = None
+            return
+        self.symmetric.append(opened)
+        self.board = self.board or Board.open(self.group)
 
     def check(self) -> None:
         for workspace in self.symmetric or ():
@@ -214,40 +217,53 @@ class Engine:
                 raise ValueError(f"gemm_ar: N must be at most the n_max of this GemmAllReduce, {n_max}, got {gemm.columns}")
             self.check()
         except (ValueError, RuntimeError):
-            if group.world > 1:
-                Headers(REFUSED, group).wait()
+            if group.world > 1 and (headers := self.meet(REFUSED)) is not None:
+                headers.wait()
             raise
         if out is None:
             out = gemm.a.new_empty(gemm.out_shape, dtype=gemm.out_dtype)
         if group.world == 1:
             torch.ops.mori.scaled_gemm.out(*gemm.operands, bias=gemm.bias, out=out)
             return out
-        headers = Headers(gemm.header(), group)
-        if out.numel() == 0:
+        headers = self.meet(gemm.header())
+        if headers is not None and (self.symmetric is not None or not out.numel()):
             headers.agree()
+        if not out.numel():
             return out
-        kernel = route("gemm_ar", device=out.device, world=group.world, m=gemm.rows, n=gemm.columns).kernel
         rows = out.view(gemm.rows, gemm.columns)
         if self.symmetric is not None:
-            headers.agree()
             self.make_room(gemm, keep=n_max is not None)
+        algorithm = algorithm_of(out.device.type, group.world, *rows.shape)
         if self.symmetric is not None:
-            self.symmetric[-1].run(gemm, kernel == "one_shot", rows)
+            self.symmetric[-1].run(gemm, algorithm, rows)
         else:
-            ALGORITHMS["one_shot" if kernel == "one_shot" else "bands"](gemm, group, headers, self.workspace, rows)
+            ALGORITHMS["one_shot" if algorithm == "one_shot" else "bands"](gemm, group, headers, self.workspace, rows)
         return out
+
+    def meet(self, header: list[int]) -> Headers | None:
+        """What every rank came with, under way; None: the same on all of them."""
+        if self.board is not None and self.board.same(header):
+            return None
+        return Headers(header, self.group)
 
     def make_room(self, gemm: Gemm, *, keep: bool) -> None:
         """Symmetric memory for this call; `keep`: any amount will do. All ranks have agreed on its shape."""
-        have = self.symmetric[-1].slot_bytes if self.symmetric else 0
-        wanted = slot_bytes(gemm.rows, gemm.columns, partial_bytes(gemm.out_dtype), self.group.world)
-        if have >= wanted or (have and keep):
+        if keep and self.symmetric:
             return
-        if torch.cuda.is_current_stream_capturing():
-            if have:
+        wanted = Sizes.of(gemm.rows, gemm.columns, partial_bytes(gemm.out_dtype), self.group.world)
+        if self.symmetric:
+            have = self.symmetric[-1].sizes
+            if have.joined(wanted) == have or torch.cuda.is_current_stream_capturing():
                 return
+            wanted = wanted.joined(Sizes(*(2 * size for size in have)))  # a few growing ones, not one for each M
+        elif torch.cuda.is_current_stream_capturing():
             raise RuntimeError("gemm_ar: symmetric memory cannot be set up while a graph is captured: call gemm_ar once before, or use GemmAllReduce")
-        self.open(max(wanted, 2 * have))
+        self.open(wanted)
+
+
+@lru_cache(maxsize=1024)
+def algorithm_of(device: str, world: int, rows: int, columns: int) -> str:
+    return route("gemm_ar", device=device, world=world, m=rows, n=columns).kernel
 
 
 # Engines of the functional operator, by group and device, with the process group that they were made for.

@@ -13,8 +13,10 @@ from torch import Tensor
 
 import mori_ops
 from mori_ops import collectives, reference
+from mori_ops.collectives import REFUSED, Group, gloo_group
 from mori_ops.distributed import GemmAllReduce, shard
 from mori_ops.nn import Mxfp8Linear, RowParallelMxfp8Linear
+from mori_ops.symmetric import Board
 from tests import cases
 from tests.distributed_worker import Ranks
 
@@ -503,6 +505,46 @@ def check_missing_rank(world_group, ending: str) -> None:
 @pytest.mark.parametrize("ending", ["nothing", "another collective"])
 def test_a_rank_that_does_not_come_is_named_within_the_timeout_d3(ranks, ending):
     ranks.run(check_missing_rank, ending)
+
+
+def check_board(world_group) -> None:
+    rank = world_group.rank()
+    short = dist.new_group([0, 1], timeout=timedelta(seconds=2))
+    if rank > 1:
+        return
+    board = Board.open(Group.named(short.group_name))
+    for call in range(200):
+        assert board.same([call, 7168, 0])
+    for call in range(21):
+        assert board.same([8, rank if call % 3 == 0 else call]) == (call % 3 != 0)
+    assert board.same(REFUSED) and board.same(REFUSED if rank == 1 else [8, 33]) is False
+    if rank == 0:
+        assert "gemm_ar: rank 1 of group" in message(RuntimeError, board.same, [8, 33])
+    else:
+        time.sleep(2.5)
+
+
+def test_hosts_agree_by_words_of_shared_memory_d3(ranks):
+    ranks.run(check_board)
+
+
+def check_control_group(world_group) -> None:
+    """Where some ranks belong to more groups than others (dist.new_group cannot do that)."""
+    rank = world_group.rank()
+    dist.new_group([0, 2])
+    members = dist.new_group([3, 1, 0])
+    if rank == 2:
+        return
+    for _ in range(2):
+        control = gloo_group(members, timedelta(seconds=10))
+        assert control.rank() == members.rank() and dist.get_process_group_ranks(control) == dist.get_process_group_ranks(members)
+        everyone = [None] * 3
+        dist.all_gather_object(everyone, rank, group=control)
+        assert everyone == dist.get_process_group_ranks(members)
+
+
+def test_ranks_with_different_numbers_of_groups_can_talk(ranks):
+    ranks.run(check_control_group)
 
 
 # --- several processes: torch integration -----------------------------------------------------------------------------

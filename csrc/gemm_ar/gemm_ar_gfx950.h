@@ -13,8 +13,8 @@
 //              call, of whatever shape, finds slots and sums that nobody reads any more, and epochs below its own.
 //
 // One-shot (few rows): the summand stays in slot r at home, everyone reads everyone's, nobody gathers.
-// This is the protocol of gemm_ar_sm90.h, whose states tests/test_protocol.py checks; tests/gfx950/test_gemm_ar.py executes the
-// kernels of two and four ranks against each other.
+// tests/test_protocol.py checks the protocol's states (`spans` and `pull` there); tests/gfx950/test_gemm_ar.py executes the kernels of two
+// and four ranks against each other.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +46,7 @@ struct Signals {
   uint32_t reduce_ticket, gather_ticket;       // the next piece; reset by the last workgroup of a call, as is
   uint32_t finished_groups;
 };
-constexpr int64_t kSignalBytes = 16 * 1024;
+constexpr int64_t kSignalBytes = 64 * 1024;  // SIGNAL_BYTES of mori_ops/symmetric.py
 static_assert(sizeof(Signals) + kMaxWorld * 4 <= kSignalBytes);  // the last words are for the first test of the memory
 
 // What stands in pinned host memory when a wait ran out of time: rank + 1 of the missing one (0: all is well), and of what.

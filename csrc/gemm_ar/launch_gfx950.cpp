@@ -31,13 +31,14 @@ void order(hipStream_t first, hipStream_t then) {
   hip::check_launch(kOp, error);
 }
 
-void run(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::string quant_name, std::optional<Tensor> bias, std::string wire, bool one_shot,
+void run(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::string quant_name, std::optional<Tensor> bias, std::string wire, std::string algorithm,
          int64_t chunk_rows, int64_t span_chunks, int64_t rank, std::vector<int64_t> workspaces, std::vector<int64_t> layout, int64_t failure, double timeout,
-         int64_t side_stream, Tensor out) {
+         std::vector<int64_t> side_streams, Tensor out) {
   const Quant quant = mxfp8::parse_quant(kOp, quant_name);
   const GemmShape shape = mxfp8::check_gemm(kOp, quant, a, b, a_scale, b_scale, bias);
   const int64_t world = static_cast<int64_t>(workspaces.size());
-  MORI_CHECK(world <= kMaxWorld && layout.size() == 3, kOp, ": at most ", kMaxWorld, " ranks, got ", world);
+  MORI_CHECK(world <= kMaxWorld && layout.size() == 6 && !side_streams.empty(), kOp, ": at most ", kMaxWorld, " ranks, got ", world);
+  const bool one_shot = algorithm == "one_shot";
   MORI_CHECK(one_shot || (chunk_rows > 0 && chunk_rows % kDeliveryRows == 0), kOp, ": chunk_rows must be a multiple of ", kDeliveryRows, ", got ", chunk_rows);
   const bool bf16 = out.scalar_type() == ScalarType::BFloat16;
   const Tensor codes_a = dense(a), codes_b = dense(b), scale_a = dense(a_scale), scale_b = dense(b_scale), bias_row = bias ? dense(*bias) : out;
@@ -45,7 +46,7 @@ void run(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::string quant_n
   Call call = {};
   call.rank = static_cast<int>(rank), call.world = static_cast<int>(world);
   for (int64_t s = 0; s < world; ++s) call.workspace[s] = reinterpret_cast<uint8_t*>(workspaces[s]);
-  call.slot_bytes = layout[0], call.sums_offset = layout[1], call.scales_offset = layout[2];
+  call.slot_bytes = layout[0], call.sums_offset = layout[1], call.scales_offset = layout[2];  // the rest is of other algorithms
   call.m = shape.m, call.n = shape.n, call.chunk_rows = one_shot ? shape.m : chunk_rows, call.span_chunks = one_shot ? 1 : static_cast<int>(span_chunks);
   call.partial_type = bf16 ? Float::bf16 : Float::f32, call.out_type = hip::float_type(out), call.bias_type = hip::float_type(bias_row);
   call.bias = bias ? bias_row.const_data_ptr() : nullptr;
@@ -58,7 +59,7 @@ void run(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::string quant_n
              ": the workspace is too small for [", shape.m, ", ", shape.n, "]");
 
   const hip::Launch launch(a);
-  const hipStream_t stream = launch.stream(), side = reinterpret_cast<hipStream_t>(side_stream);
+  const hipStream_t stream = launch.stream(), side = reinterpret_cast<hipStream_t>(side_streams[0]);
   mxfp8::GemmArgs args = {};
   args.a = static_cast<const uint8_t*>(codes_a.const_data_ptr()), args.b = static_cast<const uint8_t*>(codes_b.const_data_ptr());
   args.a_scale = scale_a.const_data_ptr(), args.b_scale = scale_b.const_data_ptr();
@@ -75,7 +76,12 @@ void run(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::string quant_n
   order(side, stream);
 }
 
+void prepare(Tensor) {}  // no kernel here waits for one that is launched later
+
 }  // namespace
 }  // namespace mori::gemm_ar
 
-STABLE_TORCH_LIBRARY_IMPL(mori, CUDA, m) { m.impl("_gemm_ar_symmetric", TORCH_BOX(&mori::gemm_ar::run)); }
+STABLE_TORCH_LIBRARY_IMPL(mori, CUDA, m) {
+  m.impl("_gemm_ar_prepare", TORCH_BOX(&mori::gemm_ar::prepare));
+  m.impl("_gemm_ar_symmetric", TORCH_BOX(&mori::gemm_ar::run));
+}

@@ -9,8 +9,8 @@ namespace mori::mxfp8 {
 // C = A B^T for any quant; `like` is a tensor of the device, for workspace. args.packed is set here.
 void launch_scaled(GemmArgs args, Quant quant, const Tensor& like, cudaStream_t stream);
 
-// The same with C delivered to the owners of its rows, by one launch.
-bool delivery_fits(const GemmArgs& args, Quant quant);
-void launch_delivery(GemmArgs args, Quant quant, const Delivery& delivery, const Tensor& like, cudaStream_t stream);
+// The same for two ranks, in one launch.
+bool pair_fits(const GemmArgs& args, Quant quant);
+void launch_pair(GemmArgs args, Quant quant, const Pair& pair, const Tensor& like, cudaStream_t stream);
 
 }  // namespace mori::mxfp8

@@ -38,11 +38,6 @@ struct Maps {
   CUtensorMap x, w, c;
 };
 
-struct DeliveryMaps {
-  CUtensorMap c[Delivery::kMaxWorld];
-};
-struct Nothing {};
-
 template <int kThreads>
 __device__ __forceinline__ void barrier_sync(int id) { asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory"); }
 __device__ __forceinline__ bool barrier_or(int id, bool value) {
@@ -195,12 +190,10 @@ __device__ __forceinline__ Source source_of(uint32_t base, int thread) {
 }
 
 // kStaged: C leaves through shared memory and TMA, else by direct stores.
-template <class C, bool kStaged, bool kDeliver = false>
+template <class C, bool kStaged>
 __global__ void __launch_bounds__(C::kThreads, 1)
     gemm(const __grid_constant__ Maps maps, const __grid_constant__ GemmArgs args, const __grid_constant__ ByteScales scales,
-         const __grid_constant__ std::conditional_t<kDeliver, DeliveryTiles, Tiles> tiles,
-         const __grid_constant__ std::conditional_t<kDeliver, Delivery, Nothing> delivery,
-         const __grid_constant__ std::conditional_t<kDeliver, DeliveryMaps, Nothing> delivery_maps) {
+         const __grid_constant__ Tiles tiles) {
   extern __shared__ uint8_t smem[];
   const uint32_t base = (smem_address(smem) + C::kAlign - 1) / C::kAlign * C::kAlign;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
@@ -399,13 +392,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         repair = barrier_or(barrier_id, repair);
       } else {
         const uint32_t staged = base + C::kPartOffset + part * C::kPartBytes;
-        if (leader) {
-          if constexpr (kDeliver) {
-            tma_store_wait();
-          } else {
-            tma_store_wait_read();
-          }
-        }
+        if (leader) tma_store_wait_read();
         barrier_sync<128>(barrier_id);
         // 16 tokens: four 8x8 matrices (rows 0-7, 8-15) x (tokens 0-7, 8-15), stored transposed.
         const uint32_t matrix = lane / 8, target = staged + (lane % 8 + matrix / 2 * 8) * 128 + ((warp * 2 + matrix % 2 ^ lane % 8) << 4);
@@ -437,16 +424,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         fence_async_shared();
         repair = barrier_or(barrier_id, repair);
         if (leader) {
-          if constexpr (kDeliver) {
-            const Target target = target_of<C>(delivery, tiles, tile.x);
-            tma_store(&delivery_maps.c[target.owner], staged, static_cast<int>(n0), target.row);
-            tma_store_commit();
-            // The tile before has landed since the wait above.
-            if (turn > 0 && turn <= first_repair) count_delivered<C>(delivery, tiles, target_of<C>(delivery, tiles, place(turn - 1).x));
-          } else {
-            tma_store(&maps.c, staged, static_cast<int>(n0), static_cast<int>(m0));
-            tma_store_commit();
-          }
+          tma_store(&maps.c, staged, static_cast<int>(n0), static_cast<int>(m0));
+          tma_store_commit();
         }
       }
 
@@ -475,27 +454,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
   const int thread = thread_index(), part = thread / 128;
   const bool leader = thread % 128 == 0;
-  if constexpr (kDeliver) {
-    if (leader) {
-      tma_store_wait();
-      if (first_repair == turns) count_delivered<C>(delivery, tiles, target_of<C>(delivery, tiles, tiles.at(blockIdx.x + (turns - 1) * gridDim.x).x));
-    }
-  } else {
-    if (leader) tma_store_wait_read();
-  }
+  if (leader) tma_store_wait_read();
   for (int turn = first_repair; turn < turns; ++turn) {
     const int2 tile = tiles.at(blockIdx.x + turn * gridDim.x);
     const int64_t m0 = static_cast<int64_t>(tile.x) * C::kTokens + part / C::kRowGroups * C::kPartTokens;
     const int64_t n0 = static_cast<int64_t>(tile.y) * C::kRows + part % C::kRowGroups * kGroupRows;
-    if constexpr (kDeliver) {
-      const Target target = target_of<C>(delivery, tiles, tile.x);
-      GemmArgs there = args;
-      there.out = static_cast<__nv_bfloat16*>(delivery.out[target.owner]) + (target.row - m0) * args.n;
-      repair_part<C>(there, args, scales, m0, n0, thread);
-      if (leader) count_delivered<C>(delivery, tiles, target);
-    } else {
-      repair_part<C>(args, args, scales, m0, n0, thread);
-    }
+    repair_part<C>(args, args, scales, m0, n0, thread);
   }
 }
 
@@ -523,30 +487,7 @@ cudaError_t launch(const GemmArgs& args, void* workspace, cudaStream_t stream) {
   int ctas = 0;
   if (const cudaError_t error = processors(&ctas); error != cudaSuccess) return error;
   if (const cudaError_t error = launch_expand(args, static_cast<uint4*>(workspace), stream); error != cudaSuccess) return error;
-  return launch_overlapped(gemm<C, kStaged>, std::min(ctas - args.reserved_processors, tiles.count()), C::kThreads, C::kSmem, stream, maps, args, ByteScales(args), tiles, Nothing{},
-                           Nothing{});
-}
-
-template <class C>
-cudaError_t launch_delivered(const GemmArgs& args, const Delivery& delivery, void* workspace, cudaStream_t stream) {
-  const int64_t columns = padded_k(args.k), rounds = (args.m + delivery.world * delivery.span_rows - 1) / (delivery.world * delivery.span_rows);
-  Maps maps;
-  DeliveryMaps delivery_maps;
-  bool ok = make_tensor_map(&maps.x, workspace, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, args.m, columns, C::kTokens, kStageK, CU_TENSOR_MAP_SWIZZLE_128B);
-  ok &= make_tensor_map(&maps.w, args.b, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, args.n, args.k, C::kRows, kStageK, CU_TENSOR_MAP_SWIZZLE_NONE);
-  for (int owner = 0; owner < delivery.world; ++owner)
-    ok &= make_tensor_map(&delivery_maps.c[owner], delivery.out[owner], CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, rounds * delivery.span_rows, args.n, C::kTokens, 64,
-                          CU_TENSOR_MAP_SWIZZLE_128B);
-  if (!ok) return cudaErrorInvalidValue;
-  const DeliveryTiles tiles = {{static_cast<int>((args.m + C::kTokens - 1) / C::kTokens), static_cast<int>((args.n + C::kRows - 1) / C::kRows)},
-                               delivery.world,
-                               delivery.rank,
-                               static_cast<int>(delivery.span_rows / C::kTokens)};
-  int ctas = 0;
-  if (const cudaError_t error = processors(&ctas); error != cudaSuccess) return error;
-  if (const cudaError_t error = launch_expand(args, static_cast<uint4*>(workspace), stream); error != cudaSuccess) return error;
-  return launch_overlapped(gemm<C, true, true>, std::min(ctas - args.reserved_processors, tiles.count()), C::kThreads, C::kSmem, stream, maps, args, ByteScales(args), tiles,
-                           delivery, delivery_maps);
+  return launch_overlapped(gemm<C, kStaged>, std::min(ctas - args.reserved_processors, tiles.count()), C::kThreads, C::kSmem, stream, maps, args, ByteScales(args), tiles);
 }
 
 template <class C>
@@ -597,10 +538,6 @@ cudaError_t launch_gemm(const GemmArgs& args, GemmTile tile, void* workspace, cu
     case GemmTile::rows128_tokens224: return launch_store<Config<224, 2, 1>>(args, workspace, stream);
     default: return launch_store<Config<256, 2, 1>>(args, workspace, stream);
   }
-}
-
-cudaError_t launch_gemm(const GemmArgs& args, const Delivery& delivery, void* workspace, cudaStream_t stream) {
-  return launch_delivered<Config<256, 2, 1>>(args, delivery, workspace, stream);
 }
 
 }  // namespace mori::mxfp8

@@ -67,14 +67,14 @@ void launch_scaled(GemmArgs args, Quant quant, const Tensor& like, cudaStream_t 
   }
 }
 
-bool delivery_fits(const GemmArgs& args, Quant quant) {
+bool pair_fits(const GemmArgs& args, Quant quant) {
   return (quant == Quant::mxfp8 || quant == Quant::mxfp8_raw) && gemm_fits(args) && args.out_type == Float::bf16 && args.n % 8 == 0;
 }
 
-void launch_delivery(GemmArgs args, Quant quant, const Delivery& delivery, const Tensor& like, cudaStream_t stream) {
+void launch_pair(GemmArgs args, Quant quant, const Pair& pair, const Tensor& like, cudaStream_t stream) {
   args.packed = quant == Quant::mxfp8;
   const Tensor workspace = torch::stable::new_empty(like, Sizes{gemm_workspace_bytes(args.m, args.k)}, ScalarType::Byte);
-  cuda::check_launch("gemm_ar", launch_gemm(args, delivery, workspace.mutable_data_ptr(), stream));
+  cuda::check_launch("gemm_ar", launch_gemm(args, pair, workspace.mutable_data_ptr(), stream));
 }
 
 namespace {

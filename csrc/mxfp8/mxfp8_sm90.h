@@ -5,6 +5,7 @@
 
 #include <cuda_runtime.h>
 
+#include "../common/failure_sm90.h"
 #include "../common/float_sm90.h"
 
 namespace mori::mxfp8 {
@@ -44,18 +45,25 @@ struct GemmArgs {
   int reserved_processors = 0;  // multiprocessors that the tensor-core kernel leaves to kernels beside it
 };
 
-// gemm_ar: C by spans of rows that are dealt out to `world` owners in turn, each into that owner's memory. The peers' spans of a
-// round come first. Whoever completes a chunk of an owner's rows sets the owner's flag for it to *epoch + 1, at system scope.
-struct Delivery {
-  static constexpr int kMaxWorld = 16, kMaxChunks = 64;
-  int world, rank;
-  int64_t span_rows, chunk_rows;    // multiples of kDeliveryRows
-  void* out[kMaxWorld];             // [rounds * span_rows, n] bf16
-  uint32_t* arrived[kMaxWorld];     // flags, [chunk]
-  uint32_t* counters;               // [world, kMaxChunks], zero before and after
+// gemm_ar of two ranks in one GEMM; see pair_sm90.cuh. Rows are split in two spans, one of each rank, and spans in chunks. Flags
+// become *epoch + 1 when their chunk is complete. [0]: of the peer's span, [1]: of this rank's own.
+struct Pair {
+  static constexpr int kMaxChunks = 64;
+  int rank, peer;
+  int64_t span_rows, chunk_rows;  // multiples of kPairRows; span_rows < m <= 2 span_rows
+  void* partial;                  // [span_rows, n] bf16: summands for the peer
+  const void* addend;             // [span_rows, n]: the peer's, behind the flags `arrived`
+  void* sum;                      // [span_rows, n]: own rows of the result, for the peer
+  void* out;                      // [m, n]: this rank's own rows of it
+  const uint32_t* arrived;        // [chunk]
+  uint32_t* finished[2];          // [chunk]
+  uint32_t* counters[2];          // [chunk], zero before and after
   const uint32_t* epoch;
+  uint32_t* failed;
+  sm90::Failure* failure;
+  uint64_t timeout_ns;
 };
-constexpr int kDeliveryRows = 256;
+constexpr int kPairRows = 256;
 
 enum class Fp32Scales : int { ptpc, blockscale };
 
@@ -74,7 +82,7 @@ GemmTile gemm_tile(int64_t m, int64_t n, int64_t k);  // the fastest
 bool gemm_fits(const GemmArgs& args);
 int64_t gemm_workspace_bytes(int64_t m, int64_t k);
 cudaError_t launch_gemm(const GemmArgs& args, GemmTile tile, void* workspace, cudaStream_t stream);
-// The same with C delivered (args.out is not used): bf16, n a multiple of 8, no bias, at least one full round of spans.
-cudaError_t launch_gemm(const GemmArgs& args, const Delivery& delivery, void* workspace, cudaStream_t stream);
+// The same for two ranks (args.out is not used): bf16, n a multiple of 8, the bias added to the sum.
+cudaError_t launch_gemm(const GemmArgs& args, const Pair& pair, void* workspace, cudaStream_t stream);
 
 }  // namespace mori::mxfp8

@@ -1,4 +1,4 @@
-// The tiles of the tensor-core GEMM: their sizes and shared memory, the ring of stages, their order, and delivery to the owners of rows.
+// The tiles of the tensor-core GEMM: their sizes and shared memory, the ring of stages, their order.
 #pragma once
 
 #include <algorithm>
@@ -56,57 +56,17 @@ struct Ring {
   }
 };
 
-// ---- order and delivery ----
+// ---- order ----
 
-// Position of the t-th tile: `kL2Group` token tiles run over all weight rows before the next ones.
+// Position of the t-th tile: some token tiles, `kL2Group` or `together`, run over all weight rows before the next ones.
 struct Tiles {
   int token_tiles, row_tiles;
   __host__ __device__ __forceinline__ int count() const { return token_tiles * row_tiles; }
-  __device__ __forceinline__ int2 at(int t) const {  // x: token tile, y: row tile
-    const int per_group = kL2Group * row_tiles, group = t / per_group, rest = t - group * per_group;
-    const int members = min(kL2Group, token_tiles - group * kL2Group);
-    return {group * kL2Group + rest % members, rest / members};
+  __device__ __forceinline__ int2 at(int t, int together = kL2Group) const {  // x: token tile, y: row tile
+    const int per_group = together * row_tiles, group = t / per_group, rest = t - group * per_group;
+    const int members = min(together, token_tiles - group * together);
+    return {group * together + rest % members, rest / members};
   }
 };
-
-// The same for delivery: token tiles round by round, the spans that go to peers before this rank's own.
-struct DeliveryTiles : Tiles {
-  int world, rank, span;  // owners, this one, token tiles of a span
-  __device__ __forceinline__ int2 at(int t) const {
-    int2 tile = Tiles::at(t);
-    const int round = tile.x / (world * span) * world * span;
-    int p = tile.x - round;
-    for (int i = 1; i < world; ++i) {
-      const int start = round + (rank + i) % world * span, here = max(0, min(span, token_tiles - start));
-      if (p < here) return {start + p, tile.y};
-      p -= here;
-    }
-    return {round + rank * span + p, tile.y};
-  }
-};
-
-// Where the rows of a token tile go in delivery.
-struct Target {
-  int owner, row, chunk;
-};
-template <class C>
-__device__ __forceinline__ Target target_of(const Delivery& delivery, const DeliveryTiles& tiles, int token_tile) {
-  const int span = token_tile / tiles.span, row = (span / tiles.world * tiles.span + token_tile % tiles.span) * C::kTokens;
-  return {span % tiles.world, row, row / static_cast<int>(delivery.chunk_rows)};
-}
-
-// One row group's part of a tile has landed in the owner's memory.
-template <class C>
-__device__ __forceinline__ void count_delivered(const Delivery& delivery, const DeliveryTiles& tiles, const Target& target) {
-  const int chunk_tiles = static_cast<int>(delivery.chunk_rows) / C::kTokens, own = target.chunk * chunk_tiles;
-  const int first = (own / tiles.span * tiles.world + target.owner) * tiles.span + own % tiles.span;
-  const uint32_t all = min(chunk_tiles, tiles.token_tiles - first) * tiles.row_tiles * C::kRowGroups;
-  uint32_t* counter = delivery.counters + target.owner * Delivery::kMaxChunks + target.chunk;
-  __threadfence_system();
-  if (atomicAdd(counter, 1) != all - 1) return;
-  *counter = 0;
-  __threadfence_system();
-  asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(delivery.arrived[target.owner] + target.chunk), "r"(*delivery.epoch + 1) : "memory");
-}
 
 }  // namespace mori::mxfp8

@@ -35,7 +35,7 @@ for op, args in {"mxfp8_raw": (codes, codes, scale, scale[:1]), "mxfp8_quantize"
 workspaces, out = [0, 0], torch.empty(2, 2, dtype=torch.bfloat16)
 try:
     torch.ops.mori._gemm_ar_symmetric.default.redispatch(
-        hip, codes, codes, scale, scale[:1], "mxfp8_raw", None, "bf16", False, 64, 1, 0, workspaces, [1 << 20] * 3, 0, 1.0, 0, out=out)
+        hip, codes, codes, scale, scale[:1], "mxfp8_raw", None, "bf16", "overlapped", 64, 1, 0, workspaces, [1 << 20] * 6, 0, 1.0, [0], out=out)
 except RuntimeError as error:
     print("gemm_ar", error)
 """

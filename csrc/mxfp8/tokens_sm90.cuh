@@ -150,7 +150,7 @@ __device__ double exact_dot_quantized(const GemmArgs& args, const ByteScales& sc
   return c;
 }
 
-__device__ __noinline__ double exact_element(const GemmArgs& args, const ByteScales& scales, int64_t m, int64_t n) {
+__device__ __noinline__ inline double exact_element(const GemmArgs& args, const ByteScales& scales, int64_t m, int64_t n) {
   if (args.a != nullptr) return exact_dot(args, scales, m, n);
   switch (args.x_type) {
     case Float::f32: return exact_dot_quantized<float>(args, scales, m, n);

@@ -79,6 +79,8 @@ CASES = [
     ("v_cvt_f32_i32 v4, v1", (X,), f32(S.astype(np.float32))),
     ("v_cvt_pk_bf16_f32 v4, v1, v2", (F, G), small(F, ml_dtypes.bfloat16) | small(G, ml_dtypes.bfloat16) << 16),
     ("v_cvt_f16_f32 v4, v1", (F,), small(F, np.float16)),
+    ("v_mov_b32 v4, v3\nv_fma_mixlo_f16 v4, v1, v2, 0", (F, G, X), X & 0xFFFF0000 | small(F * G, np.float16)),
+    ("v_bitop3_b16 v4, v1, v2, v3 bitop3:0x78\nv_lshlrev_b32 v4, 16, v4", (X, Y, Z), (X ^ (Y & Z)) << 16),
     ("v_cvt_pk_fp8_f32 v4, v1, v2", (F, G), small(F, ml_dtypes.float8_e4m3fn) | small(G, ml_dtypes.float8_e4m3fn) << 8),
     ("v_cvt_pk_fp8_f32 v4, v1, v2 op_sel:[0,0,1]",
      (F, G), small(F, ml_dtypes.float8_e4m3fn) << 16 | small(G, ml_dtypes.float8_e4m3fn) << 24),
@@ -153,6 +155,13 @@ def test_a_float_register_read_too_early_names_the_register():
 def test_lgkmcnt_promises_nothing_about_scalar_loads_unless_it_is_zero():
     with pytest.raises(Hazard, match="register-in-flight: uses s4"):
         execute("s_load_dword s4, s[0:1], 0x0\ns_load_dword s5, s[0:1], 0x4\ns_waitcnt lgkmcnt(1)\nv_mov_b32 v4, s4")
+
+
+def test_the_clock_counts_executed_instructions_and_comes_with_lgkmcnt():
+    ticks = "s_memrealtime s[4:5]\ns_nop 0\ns_nop 0\ns_memrealtime s[6:7]\ns_waitcnt lgkmcnt(0)\ns_sub_u32 s4, s6, s4\nv_mov_b32 v4, s4"
+    assert (execute(ticks) == 3).all()
+    with pytest.raises(Hazard, match="register-in-flight: uses s6"):
+        execute(ticks.replace("s_waitcnt lgkmcnt(0)\n", ""))
 
 
 def test_a_store_past_an_array_is_caught_and_a_descriptor_masks_it():

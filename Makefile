@@ -36,7 +36,7 @@ GPU_PYTHON ?= python3
 test-gpu:
 	$(GPU_PYTHON) -c 'import torch; assert torch.cuda.is_available(), "this torch sees no GPU"'
 	$(GPU_PYTHON) setup.py -q build_ext --inplace
-	$(GPU_PYTHON) -m pytest tests/test_cuda.py tests/test_qsa_cuda.py tests/test_cuda_runtime.py $(ARGS)
+	$(GPU_PYTHON) -m pytest tests/test_cuda.py tests/test_qsa_cuda.py tests/test_gr_cuda.py tests/test_cuda_runtime.py $(ARGS)
 	$(GPU_PYTHON) -m pytest --device cuda tests/test_mxfp8.py tests/test_quantize.py tests/test_gr.py tests/test_qsa.py tests/test_public_reports.py $(ARGS)
 	$(GPU_PYTHON) -m bench mxfp8_layouts --device cuda --no-save
 

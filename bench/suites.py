@@ -186,34 +186,48 @@ def _quantize_case(op: str, rows: int, k: int, device: str) -> Case:
 
 
 def gr_down(device: str) -> Iterator[Callable[[], Case]]:
-    for ntok in (1, 2, 3, 4, 5, 6, 7, 8, 16, 64, 256):
+    gpu = device == "cuda"
+    for ntok in (1, 2, 3, 4, 5, 6, 7, 8, 16, *((32,) if gpu else ()), 64, 256, *((512, 1024) if gpu else ())):
         yield lambda ntok=ntok: _gr_case(ntok, device, fused=False)
-    yield lambda: _gr_case(4, device, fused=True)
+    for ntok in (1, 4, 8, 64, 256, 1024) if gpu else (4,):
+        yield lambda ntok=ntok: _gr_case(ntok, device, fused=True)
+    for ntok in (1, 8, 64, 256, 512, 1024) if gpu else ():
+        yield lambda ntok=ntok: _gr_case(ntok, device, fused=False, dtype=torch.bfloat16)
 
 
-def _gr_case(ntok: int, device: str, *, fused: bool) -> Case:
+def _int8_arm(x: Tensor, w: Tensor) -> Arm:
+    amax = w.abs().amax(1, keepdim=True)
+    codes, scale, x_bf16 = (w / amax * 127).round().to(torch.int8), (amax[:, 0] / 127).bfloat16(), x.bfloat16()
+    return Arm(INT8PACK, lambda o: torch._weight_int8pack_mm(x_bf16, o, scale), copies_of(codes))
+
+
+def _gr_case(ntok: int, device: str, *, fused: bool, dtype: torch.dtype = torch.float32) -> Case:
     n, k = cases.GR_N, cases.GR_K
     generator = torch.Generator().manual_seed(ntok)
-    x, w = torch.randn(ntok, k, generator=generator).to(device), (torch.randn(n, k, generator=generator) / k**0.5).to(device)
+    x, w = torch.randn(ntok, k, generator=generator).to(device, dtype), (torch.randn(n, k, generator=generator) / k**0.5).to(device)
     norm = (torch.rand(k, generator=generator) + 0.5).to(device) if fused else None
     packed = mori_ops.q8_0_quantize(w)
     goals = []
-    if not fused and device == "cpu":
-        if ntok <= 4 or ntok == 8:
+    if device == "cuda":
+        x_bf16 = x.bfloat16()
+        peers = [Arm(BF16, lambda o: F.linear(x_bf16, o), copies_of(w.bfloat16())), *([_int8_arm(x, w)] if ntok in (1, 8) and not fused else [])]
+        if ntok >= 64 and not fused:
+            goals.append(Goal((BF16,), 1.0, "cold"))
+    else:
+        peers = _linear_arms(x, w, bf16=ntok <= 16)
+        if not fused and (ntok <= 4 or ntok == 8):
             goals.append(Goal((INT8PACK,), 1.2 if ntok == 8 else 1.0))
-        if ntok in (1, 4, 8, 64, 256):
+        if not fused and ntok in (1, 4, 8, 64, 256):
             goals.append(Goal((FP32,), {1: 2.5, 4: 4.0, 8: 4.0}.get(ntok, 1.0)))
     return Case(
         "gr_down",
-        {"ntok": ntok, "n": n, "k": k, "norm": "fused" if fused else "none"},
-        [
-            Arm("mori.gr_down", lambda o: mori_ops.gr_down(x, o, norm_weight=norm), copies_of(packed)),
-            *_linear_arms(x, w, bf16=ntok <= 16),
-        ],
+        {"ntok": ntok, "n": n, "k": k, "norm": "fused" if fused else "none"} | ({"dtype": "bfloat16"} if dtype == torch.bfloat16 else {}),
+        [Arm("mori.gr_down", lambda o: mori_ops.gr_down(x, o, norm_weight=norm), copies_of(packed)), *peers],
         lambda: cases.assert_close(mori_ops.gr_down(x, packed, norm_weight=norm), reference.gr_down(x, packed, norm_weight=norm)),
         goals,
         bytes_moved=packed.nbytes + x.nbytes + 4 * ntok * n,
         flops=2 * ntok * n * k,
+        modes=("hot", "cold") if device == "cpu" else ("cold", "alone") if ntok in (1, 8) else ("cold",),
     )
 
 

@@ -47,7 +47,7 @@ class Case:
     goals: list[Goal] = field(default_factory=list)
     bytes_moved: int = 0  # what any implementation must read and write
     flops: int = 0
-    modes: tuple[str, ...] = ("hot", "cold")
+    modes: tuple[str, ...] = ("hot", "cold")  # and on a GPU "alone": cold, between kernels that launches cannot overlap
 
 
 def copies_of(operand: torch.Tensor) -> list[torch.Tensor]:
@@ -110,10 +110,31 @@ class _GraphRound:
         return self._replay(self.graph, self.calls)
 
 
+class _AloneRound:
+    """Seconds that a cold call adds to a graph in which a small kernel stands before every call, so that launches cannot overlap."""
+
+    def __init__(self, arm: Arm) -> None:
+        counter = torch.zeros(64, device="cuda")
+
+        def spaced(operands: Any) -> None:
+            counter.add_(1)
+            arm.call(operands)
+
+        self.both = _GraphRound(Arm(arm.name, spaced, arm.operands), cold=True)
+        self.spacers = _GraphRound(Arm("spacer", lambda _: counter.add_(1), [None]), cold=False)
+
+    def __call__(self) -> float:
+        return self.both() - self.spacers()
+
+
 def paired(case: Case, mode: str, device: str, *, rounds: int = ROUNDS, budget: float = 20.0) -> dict[str, list[float]]:
     """Seconds per call of each arm, a sample per round. Arms alternate and change their order from round to round."""
-    measure = _GraphRound if device == "cuda" else _HostRound
-    timers = {arm.name: measure(arm, mode == "cold") for arm in case.arms}
+    def timer(arm: Arm) -> Callable[[], float]:
+        if mode == "alone":
+            return _AloneRound(arm)
+        return (_GraphRound if device == "cuda" else _HostRound)(arm, mode == "cold")
+
+    timers = {arm.name: timer(arm) for arm in case.arms}
     samples: dict[str, list[float]] = {name: [] for name in timers}
     names = list(timers)
     start = time.perf_counter()

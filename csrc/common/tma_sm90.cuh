@@ -24,6 +24,11 @@ __device__ __forceinline__ void tma_load(uint32_t target, const CUtensorMap* map
                "r"(barrier), "r"(column), "r"(row)
                : "memory");
 }
+// Consecutive bytes; both addresses and the count are multiples of 16.
+__device__ __forceinline__ void bulk_load(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target), "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t source, int column, int row) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(map), "r"(source), "r"(column), "r"(row) : "memory");
 }

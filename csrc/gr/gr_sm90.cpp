@@ -1,4 +1,4 @@
-// CUDA backend of the Q8_0 operators: route table, launches, registration. The kernels are in gr_down_sm90.cu and q8_0_sm90.cu.
+// CUDA backend of the Q8_0 operators: route table, launches, registration. The kernels are in gr_down_sm90.cu, gr_tiles_sm90.cu and q8_0_sm90.cu.
 #include "gr_sm90.h"
 
 #include "../common/cuda.h"
@@ -10,10 +10,13 @@ namespace {
 
 using cuda::float_type;
 
+enum DownRoute : size_t { kCluster, kTiles, kRows };
 constexpr Route kRoutes[] = {
-    {"cluster", [](const RouteDims& d) { return d[2] % 128 == 0; },
-     "tensor cores, 16 rows by a cluster of 8 CTAs along K; K a multiple of 128, aligned operands, and with the norm K = 10240"},
-    {"rows", [](const RouteDims&) { return true; }, "one warp per weight row: any K and alignment"},
+    {"cluster", [](const RouteDims& d) { return d[0] <= kClusterTokens && d[2] > 0 && d[2] % 2048 == 0 && d[2] <= 10240; },
+     "tensor cores, 48 rows by a cluster of 8 CTAs along K; a norm needs hc = 4, else the next one; from 25 tokens on the tiles are faster"},
+    {"tiles", [](const RouteDims& d) { return d[2] > 0 && d[2] % 64 == 0; },
+     "tensor cores, 192 rows x 64 tokens, slices of K added by a second kernel; a norm needs groups of whole 64, else the next one"},
+    {"rows", [](const RouteDims&) { return true; }, "fp32 FMAs, one warp per weight row: any K"},
 };
 const RegisterRoutes kRegistered("gr_down", "cuda", kRoutes);
 
@@ -38,7 +41,8 @@ struct Cuda {
 
   static void down(const Tensor& x, const Tensor& w, const std::optional<Tensor>& norm_weight, double eps, const Tensor& out, const DownShape& shape) {
     if (shape.ntok == 0 || shape.n == 0) return;
-    const Tensor rows = dense(x), weight = dense(w), norm = norm_weight ? dense(*norm_weight) : rows;
+    const Tensor rows = operand(x), weight = operand(w), norm = norm_weight ? operand(*norm_weight) : rows;
+    const bool copied = !same_data(weight, w) || (norm_weight && !same_data(norm, *norm_weight));
     const DownArgs args = {rows.const_data_ptr(),
                            float_type(rows),
                            static_cast<const uint8_t*>(weight.const_data_ptr()),
@@ -49,10 +53,30 @@ struct Cuda {
                            shape.n,
                            shape.k,
                            shape.hc,
-                           static_cast<float>(eps)};
+                           static_cast<float>(eps),
+                           copied};
     const cuda::Launch launch(x);
-    const bool cluster = pick_route(kRoutes, {shape.ntok, shape.n, shape.k}) == 0 && down_fits_cluster(args);
-    cuda::check_launch("gr_down", cluster ? launch_down_cluster(args, launch.stream()) : launch_down_rows(args, launch.stream()));
+    cuda::check_launch("gr_down", run(args, x, launch.stream()));
+  }
+
+ private:
+  // A dense tensor that starts at a multiple of 16 bytes.
+  static Tensor operand(const Tensor& t) {
+    const Tensor d = dense(t);
+    return reinterpret_cast<uintptr_t>(d.const_data_ptr()) % 16 == 0 ? d : torch::stable::clone(d);
+  }
+
+  static bool same_data(const Tensor& a, const Tensor& b) { return a.const_data_ptr() == b.const_data_ptr(); }
+
+  // The route's kernel, or the next one that serves the norm.
+  static cudaError_t run(const DownArgs& args, const Tensor& like, cudaStream_t stream) {
+    const size_t route = pick_route(kRoutes, {args.ntok, args.n, args.k});
+    if (route == kCluster && down_fits_cluster(args)) return launch_down_cluster(args, stream);
+    if (route <= kTiles && down_fits_tiles(args)) {
+      const Tensor workspace = torch::stable::new_empty(like, Sizes{down_tiles_workspace_bytes(args)}, ScalarType::Byte);
+      return launch_down_tiles(args, workspace.mutable_data_ptr(), stream);
+    }
+    return launch_down_rows(args, stream);
   }
 };
 

@@ -7,7 +7,7 @@ import pytest
 from tests import cuda_report
 
 
-FEW_BYTES = 48  # of a thread, stores and loads: what is kept for the end of a tile or kernel, nothing inside a loop of products
+FEW_BYTES = 40  # of a thread, stores and loads: what is kept for the end of a tile or kernel, nothing inside a loop of products
 PAIR_BYTES = 80  # the GEMM that adds up the products of two ranks: the same, for what its tiles and sums need
 
 

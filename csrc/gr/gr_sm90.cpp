@@ -1,4 +1,4 @@
-// CUDA backend of the Q8_0 operators: route table, launches, registration. The kernels are in gr_down_sm90.cu, gr_tiles_sm90.cu and q8_0_sm90.cu.
+// CUDA backend of the Q8_0 operators: route table, launches, registration. The kernels are in gr_down_sm90.cu and q8_0_sm90.cu.
 #include "gr_sm90.h"
 
 #include "../common/cuda.h"
@@ -10,12 +10,9 @@ namespace {
 
 using cuda::float_type;
 
-enum DownRoute : size_t { kCluster, kTiles, kRows };
 constexpr Route kRoutes[] = {
     {"cluster", [](const RouteDims& d) { return d[0] <= kClusterTokens && d[2] > 0 && d[2] % 2048 == 0 && d[2] <= 10240; },
-     "tensor cores, 48 rows by a cluster of 8 CTAs along K; a norm needs hc = 4, else the next one; from 25 tokens on the tiles are faster"},
-    {"tiles", [](const RouteDims& d) { return d[2] > 0 && d[2] % 64 == 0; },
-     "tensor cores, 192 rows x 64 tokens, slices of K added by a second kernel; a norm needs groups of whole 64, else the next one"},
+     "tensor cores, 48 rows x 8 tokens by a cluster of 8 CTAs along K; a norm needs hc = 4, else the next one"},
     {"rows", [](const RouteDims&) { return true; }, "fp32 FMAs, one warp per weight row: any K"},
 };
 const RegisterRoutes kRegistered("gr_down", "cuda", kRoutes);
@@ -56,7 +53,7 @@ struct Cuda {
                            static_cast<float>(eps),
                            copied};
     const cuda::Launch launch(x);
-    cuda::check_launch("gr_down", run(args, x, launch.stream()));
+    cuda::check_launch("gr_down", run(args, launch.stream()));
   }
 
  private:
@@ -69,14 +66,9 @@ struct Cuda {
   static bool same_data(const Tensor& a, const Tensor& b) { return a.const_data_ptr() == b.const_data_ptr(); }
 
   // The route's kernel, or the next one that serves the norm.
-  static cudaError_t run(const DownArgs& args, const Tensor& like, cudaStream_t stream) {
-    const size_t route = pick_route(kRoutes, {args.ntok, args.n, args.k});
-    if (route == kCluster && down_fits_cluster(args)) return launch_down_cluster(args, stream);
-    if (route <= kTiles && down_fits_tiles(args)) {
-      const Tensor workspace = torch::stable::new_empty(like, Sizes{down_tiles_workspace_bytes(args)}, ScalarType::Byte);
-      return launch_down_tiles(args, workspace.mutable_data_ptr(), stream);
-    }
-    return launch_down_rows(args, stream);
+  static cudaError_t run(const DownArgs& args, cudaStream_t stream) {
+    const bool cluster = pick_route(kRoutes, {args.ntok, args.n, args.k}) == 0 && down_fits_cluster(args);
+    return cluster ? launch_down_cluster(args, stream) : launch_down_rows(args, stream);
   }
 };
 

@@ -25,15 +25,10 @@ struct DownArgs {
 };
 
 // Pointers start at multiples of 16. Whether a tensor-core kernel serves these arguments; the last one serves all.
-constexpr int64_t kClusterTokens = 24;  // 9.0 us there, 9.5 with the tiles; 11 and 9.5 at 32 (H200, 324 x 10240)
+constexpr int64_t kClusterTokens = 8 * 65535;  // a grid's height of groups of 8
 bool down_fits_cluster(const DownArgs& args);
 cudaError_t launch_down_cluster(const DownArgs& args, cudaStream_t stream);
 cudaError_t launch_down_rows(const DownArgs& args, cudaStream_t stream);
-
-// gr_tiles_sm90.cu. `workspace` holds down_tiles_workspace_bytes.
-bool down_fits_tiles(const DownArgs& args);
-int64_t down_tiles_workspace_bytes(const DownArgs& args);
-cudaError_t launch_down_tiles(const DownArgs& args, void* workspace, cudaStream_t stream);
 
 cudaError_t launch_q8_quantize(const void* w, Float type, uint8_t* out, int64_t blocks, cudaStream_t stream);
 cudaError_t launch_q8_dequantize(const uint8_t* w, void* out, Float type, int64_t blocks, cudaStream_t stream);

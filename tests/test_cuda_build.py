@@ -16,5 +16,5 @@ def test_kernels_compile_and_do_not_spill() -> None:
     kernels = cuda_report.report()
     print("\n" + cuda_report.table(kernels))
     assert kernels
-    allowed = {"gemm_pair<PairConfig<256, 2, 1> >": PAIR_BYTES}
+    allowed = {"gemm_pair<PairConfig>": PAIR_BYTES}
     assert not [k for k in kernels if k.spilled_bytes > allowed.get(k.name, FEW_BYTES)], "kernels that spill registers"

@@ -38,4 +38,11 @@ cudaError_t launch_overlapped(void (*kernel)(Parameters...), dim3 grid, dim3 blo
   return launch_overlapped_clusters(kernel, 0, grid, block, shared_bytes, stream, arguments...);
 }
 
+// Multiprocessors of the current device.
+inline cudaError_t processors(int* count) {
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
+}
+
 }  // namespace mori::sm90

@@ -16,7 +16,8 @@
 // first such one on, so results are exact for all inputs.
 // Tried and lost on an H200: tokens expanded during the products, by idle warps or by 4 or 8 CTAs of their own (681 us with 8, 655 by the
 // kernel before, 16384x7168x2048); tokens by multicast to 2 or 4 CTAs (0 to -7%); a k16 step decoded behind each product of the stage
-// before (0); weights prefetched into L2 (-2 to -7%); larger CTAs or an early trigger for the kernel before (-0.3 to -1 us).
+// before (0); larger CTAs or an early trigger for the kernel before (-0.3 to -1 us), with weights
+// prefetched into L2 too (-2 to -7%).
 #include <algorithm>
 #include <limits>
 #include <type_traits>
@@ -24,8 +25,7 @@
 #include "../common/launch_sm90.cuh"
 #include "../common/tma_sm90.cuh"
 #include "../common/wgmma_sm90.cuh"
-#include "tiles_sm90.cuh"
-#include "tokens_sm90.cuh"
+#include "stages_sm90.cuh"
 
 namespace mori::mxfp8 {
 namespace {
@@ -38,42 +38,7 @@ struct Maps {
   CUtensorMap x, w, c;
 };
 
-template <int kThreads>
-__device__ __forceinline__ void barrier_sync(int id) { asm volatile("bar.sync %0, %1;" ::"r"(id), "n"(kThreads) : "memory"); }
-__device__ __forceinline__ bool barrier_or(int id, bool value) {
-  uint32_t any;
-  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 q, %2, 0;\nbarrier.cta.red.or.pred p, %1, 128, q;\nselp.u32 %0, 1, 0, p;\n}\n"
-               : "=r"(any)
-               : "r"(id), "r"(static_cast<uint32_t>(value))
-               : "memory");
-  return any != 0;
-}
-
-__device__ __forceinline__ void load_codes(uint32_t (&codes)[4], uint32_t smem) {
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(codes[0]), "=r"(codes[1]), "=r"(codes[2]), "=r"(codes[3]) : "r"(smem));
-}
-__device__ __forceinline__ uint32_t load_shared(uint32_t smem) {
-  uint32_t value;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(smem));
-  return value;
-}
-__device__ __forceinline__ void store_shared(uint32_t smem, uint32_t value) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem), "r"(value) : "memory"); }
-
-__device__ __forceinline__ void store_place(uint32_t smem, int2 place) { asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(smem), "r"(place.x), "r"(place.y) : "memory"); }
-__device__ __forceinline__ int2 load_place(uint32_t smem) {
-  int2 place;
-  asm volatile("ld.shared.v2.s32 {%0, %1}, [%2];" : "=r"(place.x), "=r"(place.y) : "r"(smem));
-  return place;
-}
-
-// Two sums rounded to the output's 16-bit type.
-template <bool kHalf>
-__device__ __forceinline__ uint32_t pack2(float low, float high) {
-  if constexpr (kHalf) return pack_half2(low, high);
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-// The larger magnitudes of two such pairs of bf16, NaN if one is; and whether a pair holds an infinity or NaN.
+// The larger magnitudes of two pairs of bf16, NaN if one is; and whether a pair holds an infinity or NaN.
 __device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {
   uint32_t pair;
   asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(pair) : "r"(a), "r"(b));
@@ -86,107 +51,17 @@ __device__ __forceinline__ float larger(float a, float b) {
 }
 __device__ __forceinline__ bool not_finite(uint32_t pair) { return (pair & 0x7f80) == 0x7f80 || (pair >> 16 & 0x7f80) == 0x7f80; }
 
-// threadIdx.x, read again: what the epilogue derives from it needs no register during the main loop.
-__device__ __forceinline__ int thread_index() {
-  int index;
-  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(index));
-  return index;
-}
-
-template <class C, class T>
-__device__ __forceinline__ void produce_operands(const Maps& maps, const T& tiles, uint32_t base, int stages) {
-  const uint32_t full = base + C::kBarrierOffset, empty = full + 8 * C::kStages;
-  const auto load_weight = [&](uint32_t slot, int s, int2 tile) {
-    mbarrier_arrive_expect(full + 8 * slot, C::kStageBytes);
-    tma_load(base + C::kWOffset + slot * C::kWBytes, &maps.w, full + 8 * slot, s * kStageK, tile.y * C::kRows);
-  };
-  // The first weights come while the kernel before still expands tokens.
-  int early = min(stages, C::kStages);
-  for (int s = 0; s < early; ++s) load_weight(s, s, tiles.at(blockIdx.x));
-  wait_for_dependencies();
-  Ring<C> ring(1);
-  for (int t = blockIdx.x; t < tiles.count(); t += gridDim.x) {
-    const int2 tile = tiles.at(t);
-    for (int s = 0; s < stages; ++s, ring.advance()) {
-      if (early > 0) {
-        --early;
-      } else {
-        mbarrier_wait(empty + 8 * ring.slot, ring.parity);
-        load_weight(ring.slot, s, tile);
-      }
-      tma_load(base + ring.slot * C::kXBytes, &maps.x, full + 8 * ring.slot, s * kStageK, tile.x * C::kTokens);
-    }
-  }
-}
-
-// What a stage's codes are multiplied by, as a bf16 pair: 0 where bf16 has no such number.
-__device__ __forceinline__ uint32_t multiplier(uint32_t scale) {
-  const uint32_t one = scale == mx::kNanScale ? 0x7fc0 : scale - kFirstScale > kLastScale - kFirstScale ? 0 : (scale + 120) << 7;
-  return one | one << 16;
-}
-
-// A lane holds one scale of one of several consecutive stages, so that a load's latency is paid once for all of them.
-template <class C, class T>
-__device__ __forceinline__ void produce_scales(const GemmArgs& args, const ByteScales& scales, const T& tiles, uint32_t base, int stages, int lane) {
-  constexpr int kAhead = 32 / C::kStageScales;
-  const uint32_t full = base + C::kBarrierOffset, empty = full + 8 * C::kStages;
-  const int scale = lane % C::kStageScales, ahead = lane / C::kStageScales;
-  Ring<C> ring(1);
-  uint32_t place = 0;
-  for (int t = blockIdx.x; t < tiles.count(); t += gridDim.x, place = (place + 1) % C::kPlaces) {
-    const int2 tile = tiles.at(t);
-    const int64_t n = static_cast<int64_t>(tile.y) * C::kRows + scale / 2 * 32;
-    const auto load = [&](int s) {
-      const int64_t block = 2 * (s + ahead) + scale % 2;
-      return n < args.n && block < scales.blocks ? scales.b_byte(n, block) : uint8_t{127};
-    };
-    uint8_t next = load(0);
-    for (int s = 0; s < stages; s += kAhead) {
-      const uint32_t now = multiplier(next);
-      next = load(s + kAhead);
-      for (int i = 0; i < kAhead && s + i < stages; ++i, ring.advance()) {
-        mbarrier_wait(empty + 8 * ring.slot, ring.parity);
-        if (ahead == i) store_shared(base + C::kScaleOffset + 4 * (ring.slot * C::kStageScales + scale), now);
-        if (s + i == 0 && lane == 0) store_place(base + C::kPlaceOffset + 8 * place, tile);
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(full + 8 * ring.slot);
-      }
-    }
-  }
-}
-
-// Whether a weight row holds nonzero codes under a scale that bf16 does not have, in this lane's quarter of its K group's stages.
+// Computes what is not finite in a part of C again, element by element. All threads of the warpgroup come.
 template <class C>
-__device__ __noinline__ bool extreme_codes(const GemmArgs& args, const ByteScales& scales, int64_t n, int c, int k_group) {
-  if (n >= args.n) return false;
-  for (int64_t k = k_group * kStageK + 16 * c; k < args.k; k += C::kKGroups * kStageK) {
-    const uint4 codes = __ldg(reinterpret_cast<const uint4*>(args.b + n * args.k + k));
-    if (multiplier(scales.b_byte(n, k / 32)) == 0 && ((codes.x | codes.y | codes.z | codes.w) & 0x7f7f7f7fu) != 0) return true;
-  }
-  return false;
-}
-
-// Computes what is not finite in a part of C again, element by element. `out` has C's place in it; all threads of the warpgroup come.
-template <class C>
-__device__ __forceinline__ void repair_part(const GemmArgs& out, const GemmArgs& args, const ByteScales& scales, int64_t m0, int64_t n0, int thread) {
+__device__ __forceinline__ void repair_part(const GemmArgs& args, const ByteScales& scales, int64_t m0, int64_t n0, int thread) {
   const int barrier_id = thread / 128 + 1;
   if (thread % 128 == 0) tma_store_wait();
   barrier_sync<128>(barrier_id);
   for (int i = thread % 128; i < kGroupRows * C::kPartTokens; i += 128) {
     const int64_t n = n0 + i % kGroupRows, m = m0 + i / kGroupRows;
-    if (m < args.m && n < args.n && stored_not_finite(out, m, n)) store_c(out, m, n, exact_element(args, scales, m, n));
+    if (m < args.m && n < args.n && stored_not_finite(args, m, n)) store_c(args, m, n, exact_element(args, scales, m, n));
   }
   barrier_sync<128>(barrier_id);
-}
-
-// Where a lane finds its codes and their scale in slot 0: those of row g = lane / 4 and row g + 8, which lie in one scale block.
-struct Source {
-  uint32_t codes, factor;
-};
-template <class C>
-__device__ __forceinline__ Source source_of(uint32_t base, int thread) {
-  const int row = thread / 128 % C::kRowGroups * kGroupRows + thread / 32 % 4 * 16 + thread % 32 / 4;
-  return {base + C::kWOffset + row * kStageK + thread % 4 * 16, base + C::kScaleOffset + 4 * (row / 32 * 2 + thread % 4 / 2)};
 }
 
 // kStaged: C leaves through shared memory and TMA, else by direct stores.
@@ -217,9 +92,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     }
     if (warp == 0) {
-      if (lane == 0) produce_operands<C>(maps, tiles, base, stages);
+      if (lane == 0) produce_operands<C>(&maps.x, &maps.w, tiles, base, stages);
     } else if (warp == 1) {
-      produce_scales<C>(args, scales, tiles, base, stages, lane);
+      produce_scales<C, true>(args, scales, tiles, base, stages, lane);
     }
     return;
   }
@@ -236,28 +111,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   uint32_t most[2] = {};  // the largest fields of row g's and g + 8's codes in the tile, as two 16-bit lanes
   bool zero_factor = false;
 
-  // Both rows' 16 codes of a stage and what they are multiplied by.
-  struct Codes {
-    uint32_t words[2][4], factor;
-  };
-  const auto load_stage = [&](const Source& source, uint32_t slot, Codes& codes) {
-    codes.factor = load_shared(source.factor + slot * (4 * C::kStageScales));
-    load_codes(codes.words[0], source.codes + slot * C::kWBytes);
-    load_codes(codes.words[1], source.codes + slot * C::kWBytes + 8 * kStageK);
-  };
-  // As the A fragments of the stage's four k16 steps.
-  const auto decode_stage = [&](const Codes& codes, uint32_t (&a)[16]) {
-    zero_factor |= codes.factor == 0;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const Decoded decoded = decode4(codes.words[half][j], codes.factor, most[half]);
-        a[4 * j + half] = decoded.low;
-        a[4 * j + 2 + half] = decoded.high;
-      }
-    }
-  };
   const auto multiply_stage = [&](uint32_t slot, const uint32_t (&a)[16], bool accumulate) {
     wgmma_fence();
 #pragma unroll
@@ -279,8 +132,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   Codes codes;
   if constexpr (C::kKGroups == 1) {
     mbarrier_wait(full + 8 * ring.slot, ring.parity);
-    load_stage(source_of<C>(base, thread_index()), ring.slot, codes);
-    decode_stage(codes, a0);
+    load_stage<C>(source_of<C>(base, thread_index()), ring.slot, codes);
+    decode_stage(codes, a0, most, zero_factor);
   }
 
   const int turns = (tiles.count() - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
@@ -293,8 +146,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         const uint32_t slot = ring.slot;
         multiply_stage(slot, a0, s > 0);
         mbarrier_wait(full + 8 * slot + 8, ring.parity);
-        load_stage(source, slot + 1, codes);
-        decode_stage(codes, a1);
+        load_stage<C>(source, slot + 1, codes);
+        decode_stage(codes, a1, most, zero_factor);
         multiply_stage(slot + 1, a1, true);
         wgmma_wait<1>();
         release(slot);
@@ -304,8 +157,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
         ring.advance(2);
         if (!last || turn + 1 < turns) {
           mbarrier_wait(full + 8 * ring.slot, ring.parity);
-          load_stage(source, ring.slot, codes);
-          decode_stage(codes, a0);
+          load_stage<C>(source, ring.slot, codes);
+          decode_stage(codes, a0, most, zero_factor);
         }
         wgmma_wait<0>();
         release(slot + 1);
@@ -319,8 +172,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #pragma unroll 1
       for (; s < stages; s += C::kKGroups) {
         mbarrier_wait(full + 8 * ring.slot, ring.parity);
-        load_stage(source, ring.slot, codes);
-        decode_stage(codes, a0);
+        load_stage<C>(source, ring.slot, codes);
+        decode_stage(codes, a0, most, zero_factor);
         multiply_stage(ring.slot, a0, s > k_group);
         wgmma_wait<0>();
         release(ring.slot);
@@ -459,19 +312,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     const int2 tile = tiles.at(blockIdx.x + turn * gridDim.x);
     const int64_t m0 = static_cast<int64_t>(tile.x) * C::kTokens + part / C::kRowGroups * C::kPartTokens;
     const int64_t n0 = static_cast<int64_t>(tile.y) * C::kRows + part % C::kRowGroups * kGroupRows;
-    repair_part<C>(args, args, scales, m0, n0, thread);
+    repair_part<C>(args, scales, m0, n0, thread);
   }
 }
 
 // ---- launch ----
 
 bool aligned16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
-
-cudaError_t processors(int* count) {
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  return cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device);
-}
 
 template <class C, bool kStaged>
 cudaError_t launch(const GemmArgs& args, void* workspace, cudaStream_t stream) {

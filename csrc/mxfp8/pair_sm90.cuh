@@ -46,7 +46,7 @@ template <class C>
 __device__ void carry_tiles(const Pair& pair, const PairMaps& maps, const PairTiles& tiles, uint32_t base, int row_group) {
   using namespace sm90;
   const Lending lending(base + C::kLendingOffset, row_group);
-  const uint32_t staged = base + C::kStoreOffset + row_group * C::kGroupStoreBytes;
+  const uint32_t staged = base + C::kPartOffset + row_group * C::kPartBytes;
   const uint32_t epoch = *pair.epoch + 1;
   const Waiter wait = {pair.failed, pair.failure, epoch, pair.timeout_ns};
   uint32_t parity = 0;
@@ -58,7 +58,7 @@ __device__ void carry_tiles(const Pair& pair, const PairMaps& maps, const PairTi
     if (own) {
       wait(pair.arrived + chunk, pair.peer, Signal::arrived);
       fence_async_global();  // the flag was read by an ordinary load, what it stands for is read by the copy engine of the SM
-      mbarrier_arrive_expect(lending.lent, C::kGroupStoreBytes);
+      mbarrier_arrive_expect(lending.lent, C::kPartBytes);
       tma_load(staged, &maps.addend, lending.lent, column, row);
     } else {
       mbarrier_arrive(lending.lent);

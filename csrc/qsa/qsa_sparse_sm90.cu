@@ -527,9 +527,8 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
 }
 
 int multiprocessors() {
-  int device = 0, count = 0;
-  cudaGetDevice(&device);
-  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  int count = 0;
+  sm90::processors(&count);
   return count;
 }
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, COLUMNS, DEPTH = 128, 128, 128  # of a tile; the fastest of the powers of two that fit
+ROWS, COLUMNS, DEPTH = 128, 128, 128  # of a tile, not tuned
 
 
 @triton.jit

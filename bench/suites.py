@@ -27,6 +27,13 @@ FP32, BF16 = "F.linear fp32", "F.linear bf16"
 ROWWISE, DOT_SCALED = "torch._scaled_mm rowwise", "Triton dot_scaled"
 
 
+def _int8_arm(x: Tensor, w: Tensor) -> Arm:
+    """torch's weight-only int8 product, quantised per row."""
+    amax = w.abs().amax(1, keepdim=True)
+    codes, scale, x_bf16 = (w / amax * 127).round().to(torch.int8), (amax[:, 0] / 127).bfloat16(), x.bfloat16()
+    return Arm(INT8PACK, lambda o: torch._weight_int8pack_mm(x_bf16, o, scale), copies_of(codes))
+
+
 def _linear_arms(x: Tensor, w: Tensor, *, bf16: bool) -> list[Arm]:
     """torch's own ways to multiply x by the weight: fp32, weight-only int8, and bf16 where it is not hopeless."""
     x_bf16 = x.bfloat16()
@@ -37,12 +44,7 @@ def _linear_arms(x: Tensor, w: Tensor, *, bf16: bool) -> list[Arm]:
             Arm(BF16, lambda o: F.linear(x_bf16, o), copies_of(w.bfloat16())),
             Arm(ROWWISE, lambda o: torch._scaled_mm(fp8, o.t(), **scales, out_dtype=torch.bfloat16), copies_of(w.to(torch.float8_e4m3fn))),
         ]
-    amax = w.abs().amax(1, keepdim=True)
-    codes, scale = (w / amax * 127).round().to(torch.int8), (amax[:, 0] / 127).bfloat16()
-    arms = [
-        Arm(FP32, lambda o: F.linear(x, o), copies_of(w)),
-        Arm(INT8PACK, lambda o: torch._weight_int8pack_mm(x_bf16, o, scale), copies_of(codes)),
-    ]
+    arms = [Arm(FP32, lambda o: F.linear(x, o), copies_of(w)), _int8_arm(x, w)]
     if bf16:
         arms.append(Arm(BF16, lambda o: F.linear(x_bf16, o), copies_of(w.bfloat16())))
     return arms
@@ -193,12 +195,6 @@ def gr_down(device: str) -> Iterator[Callable[[], Case]]:
         yield lambda ntok=ntok: _gr_case(ntok, device, fused=True)
     for ntok in (1, 8, 64, 256, 512, 1024) if gpu else ():
         yield lambda ntok=ntok: _gr_case(ntok, device, fused=False, dtype=torch.bfloat16)
-
-
-def _int8_arm(x: Tensor, w: Tensor) -> Arm:
-    amax = w.abs().amax(1, keepdim=True)
-    codes, scale, x_bf16 = (w / amax * 127).round().to(torch.int8), (amax[:, 0] / 127).bfloat16(), x.bfloat16()
-    return Arm(INT8PACK, lambda o: torch._weight_int8pack_mm(x_bf16, o, scale), copies_of(codes))
 
 
 def _gr_case(ntok: int, device: str, *, fused: bool, dtype: torch.dtype = torch.float32) -> Case:

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device or no CUDA 
 
 N, K, HC = cases.GR_N, cases.GR_K, cases.GR_HC
 NORM_TYPES = (None, *cases.DTYPES)
-# One window in each route and at its edges; the last ones are ragged tiles.
+# Full and partial groups of 8 tokens, a few and many.
 WINDOWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 63, 64, 65, 128, 129, 256, 300, 512, 600, 1100)
 
 

@@ -243,8 +243,8 @@ void run(Tensor a, Tensor b, Tensor a_scale, Tensor b_scale, std::string quant_n
   call.failure = reinterpret_cast<Failure*>(failure);
   const int64_t own_chunks = one_shot ? 1 : call.rounds() * span_chunks;
   const int64_t own_rows = own_chunks * call.chunk_rows, slot_bytes = one_shot ? std::min(call.slot_bytes, call.inbox_bytes) : call.slot_bytes;
-  MORI_CHECK(own_rows * row_bytes <= slot_bytes && (one_shot || own_rows * wire_bytes(shape.n) <= call.codes_bytes) && own_chunks <= kMaxChunks, kOp, ": the workspace is too small for [", shape.m, ", ", shape.n, "]");
-
+  MORI_CHECK(own_rows * row_bytes <= slot_bytes && (one_shot || own_rows * wire_bytes(shape.n) <= call.codes_bytes) && own_chunks <= kMaxChunks, kOp,
+             ": the workspace is too small for [", shape.m, ", ", shape.n, "]");
 
   const Product product(shape, quant, a, b, a_scale, b_scale, call.partial_type);
   const cuda::Launch launch(a);

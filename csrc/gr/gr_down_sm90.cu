@@ -1,7 +1,8 @@
-// y[t, n] = sum_k W[n, k] * xn[t, k] for a verify window of up to 8 tokens and a Q8_0 weight, in one launch (contract: gr.h).
+// y[t, n] = sum_k W[n, k] * xn[t, k] for a Q8_0 weight, in one launch (contract: gr.h); made for verify windows of 1 to 8 tokens.
 //
 // cluster: tensor cores. A cluster of 8 CTAs owns 48 weight rows and splits K; each of the 10 warps of a CTA owns two pairs of blocks
-//   (a pair is 68 bytes of a row). m16n8k16 takes 8 tokens at one price, so 1 token costs what 8 do.
+//   (a pair is 68 bytes of a row). m16n8k16 takes 8 tokens at one price, so 1 token costs what 8 do; more go 8 by 8, each group with its own
+//   clusters, which read the weights again.
 //     A = codes, int8 -> fp16 exactly; B = x as hi + lo fp16 (22 bits; bf16 and fp16 need no lo) after a power of two per token and warp
 //     block sum * d -> warps summed in order in shared memory -> CTAs summed in order, 6 rows by each, where st.async brings them
 //   Every token's column is computed alike: a row's bits do not depend on ntok. With the norm, a CTA's slice of K lies inside one hc
@@ -12,16 +13,20 @@
 //   (2026-11-30): 16, 32 or 64 rows (x from L2, or SMs with two CTAs), one owner for all rows, every warp's sums straight to the owner,
 //   20 warps, one chain for hi and lo, the next launch later than at the start.
 // rows: one warp per weight row, any K, one token after another; plain fp32.
-#include "gr_down_sm90.cuh"
+#include <type_traits>
 
 #include "../common/launch_sm90.cuh"
+#include "../common/sm90.cuh"
 #include "../common/tma_sm90.cuh"
+#include "gr_sm90.h"
 
 namespace mori::gr {
 namespace {
 
 using namespace sm90;
 
+constexpr int kBlock = 32, kBlockBytes = 34;
+constexpr int kPairBytes = 2 * kBlockBytes, kPairK = 2 * kBlock;  // two blocks start at a multiple of 4 bytes
 constexpr int kTokens = 8;  // columns of an MMA
 constexpr int kRowTiles = 3, kRows = 16 * kRowTiles;
 constexpr int kSplits = 8;  // CTAs of a cluster, along K
@@ -32,6 +37,50 @@ constexpr int kMaxK = kSplits * kWarps * kPairs * kPairK;                   // 1
 constexpr int kPitch = kWarps * kPairs * kPairBytes + 16;                   // of a staged row
 constexpr int kVectors = kRows * kTokens / 4, kOwned = kVectors / kSplits;  // float4 of a CTA's sums, and of its share of the results
 constexpr int kHc = 4, kGroupSplits = kSplits / kHc;                        // the norm's groups
+
+// kCount consecutive values, past the L1 cache: x may have changed since the kernel started.
+template <class T, int kCount>
+struct Values {
+  static constexpr int kBytes = sizeof(T) * kCount, kLoad = kBytes < 16 ? 8 : 16;
+  alignas(kLoad) T raw[kCount];
+
+  __device__ __forceinline__ void load(const T* p) {
+    using Load = std::conditional_t<kLoad == 16, uint4, uint2>;
+#pragma unroll
+    for (int i = 0; i < kBytes / kLoad; ++i) reinterpret_cast<Load*>(raw)[i] = __ldcg(reinterpret_cast<const Load*>(p) + i);
+  }
+  __device__ __forceinline__ float operator[](int i) const { return sm90::to_float(raw[i]); }
+};
+
+// Whether fp32 holds a sum of squares well enough for 1 / rms.
+__device__ __forceinline__ bool in_range(float squares, float eps) {
+  constexpr float kMost = 1e38f, kLeast = 1e-30f;
+  return squares < kMost && (squares > kLeast || eps > kLeast);
+}
+
+// 1 / rms from the values themselves, for sums of squares that fp32 cannot hold.
+template <class X>
+__device__ __noinline__ float inverse_rms_in_double(const X* group, int64_t size, float eps) {
+  double sum = 0;
+  for (int64_t i = 0; i < size; ++i) sum += static_cast<double>(sm90::to_float(group[i])) * sm90::to_float(group[i]);
+  return static_cast<float>(rsqrt(sum / size + eps));
+}
+
+// The sum of a row's groups, each times its 1 / rms; `x` is the row, `size` a group's.
+template <int kGroups, class X>
+__device__ __forceinline__ float normed_sum(const float (&sum)[kGroups], const float (&squares)[kGroups], const X* x, int64_t size, float eps) {
+  bool ordinary = true;
+  float y = 0.f;
+#pragma unroll
+  for (int i = 0; i < kGroups; ++i) {
+    ordinary &= in_range(squares[i], eps);
+    y = fmaf(sum[i], rsqrtf(squares[i] / static_cast<float>(size) + eps), y);
+  }
+  if (ordinary) return y;
+  y = 0.f;
+  for (int i = 0; i < kGroups; ++i) y = fmaf(sum[i], inverse_rms_in_double(x + i * size, size, eps), y);
+  return y;
+}
 
 // Shared memory of a CTA. `part` and `squares` are written by all CTAs of the cluster.
 struct Shared {
@@ -275,6 +324,15 @@ __global__ void __launch_bounds__(256) down_rows(const DownArgs args) {
     }
     if (lane == 0) args.y[token * args.n + row] = y;
   }
+}
+
+// Calls launch(x element, norm element, has norm) with the types behind the void pointers.
+template <class Launch>
+cudaError_t for_types(const DownArgs& args, Launch launch) {
+  return sm90::with_float(args.x_type, [&](auto x) {
+    if (args.norm_weight == nullptr) return launch(x, float{}, std::false_type{});
+    return sm90::with_float(args.norm_type, [&](auto norm) { return launch(x, norm, std::true_type{}); });
+  });
 }
 
 }  // namespace

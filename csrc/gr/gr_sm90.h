@@ -24,7 +24,7 @@ struct DownArgs {
   bool copied;  // w or norm_weight come from the launch before, so that they must not be read ahead of it
 };
 
-// Pointers start at multiples of 16. Whether a tensor-core kernel serves these arguments; the last one serves all.
+// Pointers start at multiples of 16. Whether the tensor-core kernel serves these arguments; the other one serves all.
 constexpr int64_t kClusterTokens = 8 * 65535;  // a grid's height of groups of 8
 bool down_fits_cluster(const DownArgs& args);
 cudaError_t launch_down_cluster(const DownArgs& args, cudaStream_t stream);

@@ -334,7 +334,7 @@ cudaError_t launch(const GemmArgs& args, cudaStream_t stream) {
 
 bool skinny_takes(int64_t m, int64_t k) { return m <= 32 && k <= kLongestK; }
 
-bool skinny_fits(const GemmArgs& args) { return aligned16(args.a) && aligned16(args.b); }
+bool skinny_fits(const GemmArgs& args) { return args.k > 0 && aligned16(args.a) && aligned16(args.b); }
 
 cudaError_t launch_skinny(const GemmArgs& args, cudaStream_t stream) {
   if (args.m <= 8) return launch<1>(args, stream);

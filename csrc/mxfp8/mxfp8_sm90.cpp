@@ -47,7 +47,7 @@ GemmArgs gemm_args(const GemmShape& shape, const uint8_t* a, const uint8_t* b, c
 
 cudaError_t launch_mx(const GemmArgs& args, const Tensor& like, cudaStream_t stream) {
   const bool skinny = pick_route(kRoutes, {args.m, args.n, args.k}) == 0;
-  if (skinny && args.k > 0 && skinny_fits(args)) return launch_skinny(args, stream);
+  if (skinny && skinny_fits(args)) return launch_skinny(args, stream);
   if (skinny || !gemm_fits(args)) return launch_simple(args, stream);
   const Tensor workspace = torch::stable::new_empty(like, Sizes{gemm_workspace_bytes(args.m, args.k)}, ScalarType::Byte);
   return launch_gemm(args, gemm_tile(args.m, args.n, args.k), workspace.mutable_data_ptr(), stream);

@@ -1,5 +1,6 @@
 """python -m bench <suite>|all [--device cpu] [--threads 2] [--only m=1] [--plot out.png] [--no-save]
-python -m bench compare [--rounds 16] [--lost] [--no-save]: forms of the Metal kernels in pairs, on a Mac"""
+python -m bench compare [--rounds 16] [--lost] [--no-save]: forms of the Metal kernels in pairs, on a Mac
+python -m bench profile [--only m=33] [--no-save]: counters of the kernels' hardware units, on an NVIDIA GPU"""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench import compare, distributed, report
+from bench import compare, distributed, profile, report
 from bench.suites import CPU_SUITES, SUITES
 from bench.timing import copy_bandwidth, matmul_flops, paired
 
@@ -71,4 +72,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(compare.main(sys.argv[2:]) if sys.argv[1:2] == ["compare"] else main())
+    command = {"compare": compare.main, "profile": profile.main}.get(sys.argv[1] if sys.argv[1:] else "")
+    sys.exit(command(sys.argv[2:]) if command else main())

@@ -54,10 +54,10 @@ def mxfp8_gemm(op: str, device: str) -> Iterator[Callable[[], Case]]:
     for name in GEMM_LINEARS[device]:
         n, k = cases.LINEARS[name]
         for m in GEMM_M[device]:
-            yield lambda n=n, k=k, m=m: _gemm_case(op, m, n, k, device)
+            yield lambda n=n, k=k, m=m: gemm_case(op, m, n, k, device)
 
 
-def _gemm_case(op: str, m: int, n: int, k: int, device: str) -> Case:
+def gemm_case(op: str, m: int, n: int, k: int, device: str) -> Case:
     a, b, a_scale, b_scale = (t.to(device) for t in cases.gemm_operands(m, n, k, op, seed=m))
     run = getattr(mori_ops, op)
     x, w = torch.randn(m, k, device=device), torch.randn(n, k, device=device)
@@ -86,6 +86,36 @@ def _gemm_case(op: str, m: int, n: int, k: int, device: str) -> Case:
         bytes_moved=n * k + b_scale.nbytes + m * k + 2 * m * n,
         flops=2 * m * n * k,
         modes=("cold",) if device == "cuda" else ("hot", "cold") if m <= 64 else ("hot",),
+    )
+
+
+ONE_FEWER = "one token fewer"
+
+
+def mxfp8_steps(device: str) -> Iterator[Callable[[], Case]]:
+    """What one more token costs: no step may be a cliff."""
+    shapes = [(m, "wo_b_wide") for m in range(2, 34 if device == "cpu" else 66)]
+    if device == "cuda":
+        shapes += [(m, name) for name in ("wo_b", "wq_b", "square") for m in (2, 9, 17, 25, 33, 65)]
+    for m, name in shapes:
+        yield lambda m=m, name=name: _step_case(m, *cases.LINEARS[name], device)
+
+
+def _step_case(m: int, n: int, k: int, device: str) -> Case:
+    a, b, a_scale, b_scale = (t.to(device) for t in cases.gemm_operands(m, n, k, seed=m))
+    copies, mode = copies_of(b), "cold" if device == "cuda" else "hot"
+    return Case(
+        "mxfp8_steps",
+        {"m": m, "n": n, "k": k},
+        [
+            Arm("mori.mxfp8_raw", lambda o: mori_ops.mxfp8_raw(a, o, a_scale, b_scale), copies),
+            Arm(ONE_FEWER, lambda o: mori_ops.mxfp8_raw(a[:-1], o, a_scale[:-1], b_scale), copies),
+        ],
+        lambda: cases.assert_close(mori_ops.mxfp8_raw(a, b, a_scale, b_scale), reference.mxfp8_raw(a, b, a_scale, b_scale)),
+        [Goal((ONE_FEWER,), 1 / 1.3, mode)],
+        bytes_moved=n * k + b_scale.nbytes + m * k + 2 * m * n,
+        flops=2 * m * n * k,
+        modes=(mode,),
     )
 
 
@@ -190,14 +220,14 @@ def _quantize_case(op: str, rows: int, k: int, device: str) -> Case:
 def gr_down(device: str) -> Iterator[Callable[[], Case]]:
     gpu = device == "cuda"
     for ntok in (1, 2, 3, 4, 5, 6, 7, 8, 16, *((32,) if gpu else ()), 64, 256, *((512, 1024) if gpu else ())):
-        yield lambda ntok=ntok: _gr_case(ntok, device, fused=False)
+        yield lambda ntok=ntok: gr_case(ntok, device, fused=False)
     for ntok in (1, 4, 8, 64, 256, 1024) if gpu else (4,):
-        yield lambda ntok=ntok: _gr_case(ntok, device, fused=True)
+        yield lambda ntok=ntok: gr_case(ntok, device, fused=True)
     for ntok in (1, 8, 64, 256, 512, 1024) if gpu else ():
-        yield lambda ntok=ntok: _gr_case(ntok, device, fused=False, dtype=torch.bfloat16)
+        yield lambda ntok=ntok: gr_case(ntok, device, fused=False, dtype=torch.bfloat16)
 
 
-def _gr_case(ntok: int, device: str, *, fused: bool, dtype: torch.dtype = torch.float32) -> Case:
+def gr_case(ntok: int, device: str, *, fused: bool, dtype: torch.dtype = torch.float32) -> Case:
     n, k = cases.GR_N, cases.GR_K
     generator = torch.Generator().manual_seed(ntok)
     x, w = torch.randn(ntok, k, generator=generator).to(device, dtype), (torch.randn(n, k, generator=generator) / k**0.5).to(device)
@@ -244,12 +274,12 @@ def _causal_blocks(tokens: int, device: str) -> BlockMask:
 
 def qsa_flash(device: str) -> Iterator[Callable[[], Case]]:
     for tokens in (1, 4, 96) if device == "cpu" else (1, 4, 8, 96, 512, 1984):
-        yield lambda tokens=tokens: _qsa_case(tokens, 30000 - tokens, device)
+        yield lambda tokens=tokens: qsa_case(tokens, 30000 - tokens, device)
     for tokens in (96, 512, 1984):
-        yield lambda tokens=tokens: _qsa_case(tokens, 0, device)
+        yield lambda tokens=tokens: qsa_case(tokens, 0, device)
 
 
-def _qsa_case(tokens: int, position: int, device: str) -> Case:
+def qsa_case(tokens: int, position: int, device: str) -> Case:
     cells = position + tokens
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     q = torch.randn(tokens, cases.QSA_HQ, cases.QSA_D, generator=torch.Generator().manual_seed(tokens)).to(device, dtype)
@@ -332,6 +362,7 @@ SUITES: dict[str, Callable[[str], Iterator[Callable[[], Case]]]] = {
     "mxfp8": lambda device: mxfp8_gemm("mxfp8", device),
     "mxfp8_raw": lambda device: mxfp8_gemm("mxfp8_raw", device),
     "mxfp8_layouts": mxfp8_layouts,
+    "mxfp8_steps": mxfp8_steps,
     "mxfp8_linear": mxfp8_linear,
     "quantize": mxfp8_quantize,
     "gr_down": gr_down,

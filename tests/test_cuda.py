@@ -160,6 +160,7 @@ def test_sums_that_overflow_on_the_way_are_right(m: int) -> None:
 # The last two are several tiles for each multiprocessor.
 TILES = (
     ("64x64", 40, 1000),
+    ("64x96", 90, 8448),
     ("64x128", 100, 8448),
     ("128x96", 190, 8448),
     ("128x128", 200, 8448),

@@ -4,20 +4,32 @@
 // folded in (decode_sm90.cuh); the tokens (A) are a bf16 workspace (tokens_sm90.cuh). fp8 wgmma is not used: its sums keep about
 // 14 bits, and with exact promotion it is no faster.
 //   tile       64 weight rows per row group x 64 to 256 tokens, 64 along K per stage
-//   producer   one thread: TMA of both operands into a ring of stages, full / empty mbarriers; another warp: the stage's scales
-//   consumer   a warpgroup per row group: 16 codes of a row and stage by ld.shared.v4 -> A fragments, double-buffered over two stages; a
+//   producers  threads of their own for TMA of the tokens and of the weights, full / empty mbarriers; a warp for the stages' scales
+//   consumer   a warpgroup: 16 codes of a row and stage by ld.shared.v4 -> A fragments, double-buffered over two stages; with one K group a
 //              tile's last products run while the next tile's first codes are decoded
-//   few tokens products of up to 128 tokens take no longer than decoding their weights, which a warpgroup does not do beside them. So
-//              four warpgroups, in two or four K groups that take stages in turn; their sums are added in a fixed order
+//   few tokens up to 128 tokens each operand has a ring of its own, that of the weights as deep as fits: they stream in while the kernel
+//              before still expands tokens. Tiles of 64 rows, so that there are enough, halve K between two warpgroups (K groups, which take
+//              pairs of stages in turn), those of 128 rows among four, which hide decoding where two do not. K groups
+//              exchange their sums
 //   K order    within each 64: lane c of a quad owns bytes 16 c .. 16 c + 15 of a weight row, so it needs one scale per stage
 //   epilogue   bias, rounding, stmatrix.trans into a swizzled tile, TMA store; direct stores for fp32 or odd N
 // Persistent, one CTA per SM, tiles ordered for L2 reuse. What bf16 operands cannot hold (a scale out of range) and NaN codes make
 // their row or token NaN, and sums may overflow; whatever is not finite is computed again from the codes at the end, in tiles from the
-// first such one on, so results are exact for all inputs.
-// Tried and lost on an H200: tokens expanded during the products, by idle warps or by 4 or 8 CTAs of their own (681 us with 8, 655 by the
-// kernel before, 16384x7168x2048); tokens by multicast to 2 or 4 CTAs (0 to -7%); a k16 step decoded behind each product of the stage
-// before (0); larger CTAs or an early trigger for the kernel before (-0.3 to -1 us), with weights
-// prefetched into L2 too (-2 to -7%).
+// first such one on, so results are exact for all inputs. The workspace has whole tiles of tokens: TMA boxes that reach beyond a matrix
+// are slow (33 tokens of 8192x7168: 33.4 us, without 26.4).
+// What bounds 64 to 256 tokens (ncu): a warpgroup decodes a stage in about 550 cycles and multiplies it in 2 per token, one after the
+// other though issued to overlap; the tensor cores are 25 to 50% busy, issue slots 45%, L2 a third (it merges the CTAs' reads of tokens).
+// Tried and lost on an H200 (us at 7168x2048 unless said otherwise):
+//   tokens     expanded during the products, by idle warps or by 4 or 8 CTAs of their own (681 with 8, 655 by the kernel before,
+//              16384x7168x2048); by the consumers, to stay in shared memory (64 tokens: 14.4, 10.4 by the kernel before) or by a cluster of
+//              four for itself through L2 (14.6, 10.5); multicast to clusters of 2 or 4 (0 to +0.9 at 64 to 256 tokens, 0 to -7% beyond;
+//              arrivals at another CTA's barrier must not say release.cluster, which fences the GPU: +30 to 50%)
+//   K          divided over a cluster of two CTAs (128 tokens: 12.5, 11.9 by K groups; 8192x7168: 30.6, 30.1)
+//   tile       256 rows x 128 tokens of four warpgroups (512 tokens: 28.2, 25.0); two warpgroups for 128x128 (8192x7168, 256 tokens:
+//              55.7, four 49.0); four K groups for 64 rows (128 tokens: 12.6, 11.9)
+//   overlap    a k16 step decoded behind each product of the stage before (0 to +4%: the assembler gathers the steps behind the second
+//              product); an early trigger for the kernel after (-0.2 to +0.3) or before, with larger CTAs (-0.3 to -1), with weights
+//              prefetched into L2 too (-2 to -7%)
 #include <algorithm>
 #include <limits>
 #include <type_traits>
@@ -73,11 +85,20 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   const uint32_t base = (smem_address(smem) + C::kAlign - 1) / C::kAlign * C::kAlign;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), warp = __shfl_sync(~0u, threadIdx.x / 32 % 4, 0), lane = threadIdx.x % 32;
   const int stages = static_cast<int>(padded_k(args.k)) / kStageK;
+  constexpr uint32_t kEmpty = 8 * C::kStages, kWEmpty = 8 * C::kWStages;  // from a slot's full to its empty barrier
+  const uint32_t full = base + C::kBarrierOffset, full_w = base + C::kWBarrierOffset;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
-      mbarrier_init(base + C::kBarrierOffset + 8 * i, 2);  // the copies and the scales
-      mbarrier_init(base + C::kBarrierOffset + 8 * (C::kStages + i), C::kRowGroups * 4);
+      mbarrier_init(full + 8 * i, C::kTwoRings ? 1 : 2);  // the copies and the scales
+      mbarrier_init(full + kEmpty + 8 * i, C::kRowGroups * 4);
     }
+    if constexpr (C::kTwoRings) {
+      for (int i = 0; i < C::kWStages; ++i) {
+        mbarrier_init(full_w + 8 * i, 2);
+        mbarrier_init(full_w + kWEmpty + 8 * i, C::kRowGroups * 4);
+      }
+    }
+    if constexpr (C::kKGroups > 1) mbarrier_init(base + C::kSumsReadOffset, C::kConsumers * 4);
     mbarrier_init_fence();
   } else if (threadIdx.x == C::kConsumers * 128) {
     prefetch_tensor_map(&maps.w);
@@ -92,9 +113,17 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
     }
     if (warp == 0) {
-      if (lane == 0) produce_operands<C>(&maps.x, &maps.w, tiles, base, stages);
+      if (lane == 0) {
+        if constexpr (C::kTwoRings) {
+          produce_weights<C>(&maps.w, tiles, base, stages);
+        } else {
+          produce_operands<C>(&maps.x, &maps.w, tiles, base, stages);
+        }
+      }
     } else if (warp == 1) {
       produce_scales<C, true>(args, scales, tiles, base, stages, lane);
+    } else if (C::kTwoRings && warp == 2) {
+      if (lane == 0) produce_tokens<C>(&maps.x, tiles, base, stages);
     }
     return;
   }
@@ -105,11 +134,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
   }
   const int k_group = warpgroup / C::kRowGroups;
-  const uint32_t x_descriptor = wgmma_descriptor_low(base), full = base + C::kBarrierOffset;
-  constexpr uint32_t kEmpty = 8 * C::kStages;  // from a slot's full to its empty barrier
+  const uint32_t x_descriptor = wgmma_descriptor_low(base);
   float sum[C::kTokens / 2] = {};
   uint32_t most[2] = {};  // the largest fields of row g's and g + 8's codes in the tile, as two 16-bit lanes
-  bool zero_factor = false;
+  uint32_t least_factor = ~0u;
 
   const auto multiply_stage = [&](uint32_t slot, const uint32_t (&a)[16], bool accumulate) {
     wgmma_fence();
@@ -117,70 +145,80 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     for (int j = 0; j < 4; ++j) wgmma_bf16(sum, a + 4 * j, x_descriptor + slot * (C::kXBytes >> 4) + 2 * j, j > 0 || accumulate);
     wgmma_commit();
   };
-  const auto release = [&](uint32_t slot) {
+  const auto release = [&](uint32_t empty) {
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(full + kEmpty + 8 * slot);
+    if (lane == 0) mbarrier_arrive(empty);
   };
   uint32_t suspect;  // bits 0, 1: row g, g + 8 holds a NaN code; bit 2: a scale that bf16 does not have
   const auto look_at_codes = [&] {
-    suspect = holds_nan(most[0]) | holds_nan(most[1]) << 1 | zero_factor << 2;
-    most[0] = most[1] = 0, zero_factor = false;
+    suspect = holds_nan(most[0]) | holds_nan(most[1]) << 1 | (least_factor == 0) << 2;
+    most[0] = most[1] = 0, least_factor = ~0u;
   };
 
-  Ring<C> ring = Ring<C>(0).ahead(k_group);
-  uint32_t a0[16], a1[16];  // a1: with one K group
-  Codes codes;
-  if constexpr (C::kKGroups == 1) {
-    mbarrier_wait(full + 8 * ring.slot, ring.parity);
-    load_stage<C>(source_of<C>(base, thread_index()), ring.slot, codes);
-    decode_stage(codes, a0, most, zero_factor);
-  }
+  // A K group takes pairs of stages in turn.
+  constexpr int kPairs = 2 * C::kKGroups;
+  const int first_of_group = 2 * k_group;
+  Ring<C::kStages> ring = Ring<C::kStages>(0).ahead(first_of_group);
+  Ring<C::kWStages> weights = Ring<C::kWStages>(0).ahead(first_of_group);
+  uint32_t a0[16], a1[16];  // a1: with two consumers
+  const auto decode = [&](const Source& source, uint32_t odd, uint32_t (&a)[16]) {  // odd: the pair's second stage
+    Codes codes;
+    mbarrier_wait(full_w + 8 * (weights.slot + odd), weights.parity);
+    load_stage<C>(source, weights.slot + odd, codes);
+    decode_stage(codes, a, most, least_factor);
+    if constexpr (C::kTwoRings) release(full_w + kWEmpty + 8 * (weights.slot + odd));
+  };
+  const auto wait_for_tokens = [&](uint32_t slot) {
+    if constexpr (C::kTwoRings) mbarrier_wait(full + 8 * slot, ring.parity);
+  };
+  // The first stage of a tile: with one K group that of the next tile, so that its products can start at once.
+  if constexpr (C::kKGroups == 1) decode(source_of<C>(base, thread_index()), 0, a0);
 
   const int turns = (tiles.count() - static_cast<int>(blockIdx.x) + static_cast<int>(gridDim.x) - 1) / static_cast<int>(gridDim.x);
   int first_repair = turns;  // from this turn on results are looked at again, at the end
   for (int turn = 0; turn < turns; ++turn) {
     const Source source = source_of<C>(base, thread_index());
-    if constexpr (C::kKGroups == 1) {
+    int s = first_of_group;
+    if constexpr (C::kConsumers == 4) {
 #pragma unroll 1
-      for (int s = 0; s < stages; s += 2) {
-        const uint32_t slot = ring.slot;
-        multiply_stage(slot, a0, s > 0);
-        mbarrier_wait(full + 8 * slot + 8, ring.parity);
-        load_stage<C>(source, slot + 1, codes);
-        decode_stage(codes, a1, most, zero_factor);
-        multiply_stage(slot + 1, a1, true);
-        wgmma_wait<1>();
-        release(slot);
-        // The next pair's first stage: of this tile or, so that its products can start at once, of the next one.
-        const bool last = s + 2 >= stages;
-        if (last) look_at_codes();
-        ring.advance(2);
-        if (!last || turn + 1 < turns) {
-          mbarrier_wait(full + 8 * ring.slot, ring.parity);
-          load_stage<C>(source, ring.slot, codes);
-          decode_stage(codes, a0, most, zero_factor);
+      for (; s < stages; s += kPairs) {
+#pragma unroll
+        for (uint32_t odd = 0; odd < 2; ++odd) {
+          decode(source, odd, a0);
+          wait_for_tokens(ring.slot + odd);
+          multiply_stage(ring.slot + odd, a0, odd > 0 || s > first_of_group);
+          wgmma_wait<0>();
+          release(full + kEmpty + 8 * (ring.slot + odd));
         }
-        wgmma_wait<0>();
-        release(slot + 1);
+        ring.advance(kPairs);
+        weights.advance(kPairs);
       }
     } else {
-      if (k_group >= stages) {
-#pragma unroll
-        for (float& value : sum) value = 0.f;
-      }
-      int s = k_group;
+      if (C::kKGroups > 1 && s < stages) decode(source, 0, a0);
 #pragma unroll 1
-      for (; s < stages; s += C::kKGroups) {
-        mbarrier_wait(full + 8 * ring.slot, ring.parity);
-        load_stage<C>(source, ring.slot, codes);
-        decode_stage(codes, a0, most, zero_factor);
-        multiply_stage(ring.slot, a0, s > k_group);
+      for (; s < stages; s += kPairs) {
+        const uint32_t slot = ring.slot;
+        wait_for_tokens(slot);
+        multiply_stage(slot, a0, s > first_of_group);
+        decode(source, 1, a1);
+        wait_for_tokens(slot + 1);
+        multiply_stage(slot + 1, a1, true);
+        wgmma_wait<1>();
+        release(full + kEmpty + 8 * slot);
+        const bool last = s + kPairs >= stages;
+        if (C::kKGroups == 1 && last) look_at_codes();  // before the next tile's codes come
+        ring.advance(kPairs);
+        weights.advance(kPairs);
+        if (!last || (C::kKGroups == 1 && turn + 1 < turns)) decode(source, 0, a0);
         wgmma_wait<0>();
-        release(ring.slot);
-        ring.advance(C::kKGroups);
+        release(full + kEmpty + 8 * slot + 8);
       }
+    }
+    if constexpr (C::kKGroups > 1) {
       look_at_codes();
-      ring = ring.ahead(2 * C::kStages + k_group + stages - s);  // this group's first stage of the next tile, at most kKGroups - 1 back
+      // This group's first pair of the next tile.
+      ring = ring.ahead(2 * C::kStages + first_of_group + stages - s);
+      weights = weights.ahead(2 * C::kWStages + first_of_group + stages - s);
     }
 
     const int thread = thread_index(), part = thread / 128, warp = thread / 32 % 4, lane = thread % 32, g = lane / 4, c = lane % 4;
@@ -195,30 +233,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         bool bad = suspect >> half & 1;
-        if (suspect & 4) bad |= extreme_codes<C>(args, scales, first_row() + warp * 16 + g + half * 8, c, k_group);
+        if (suspect & 4) bad |= extreme_codes(args, scales, first_row() + warp * 16 + g + half * 8, c);
         if ((__ballot_sync(~0u, bad) >> (lane & ~3) & 15) != 0) poison[half] = __uint_as_float(mx::kNanBits);
       }
     }
-    const auto at_part = [&](int of_part, int i) { return base + C::kPartOffset + of_part * C::kPartBytes + (i * 128 + thread % 128) * 4; };
-    if constexpr (C::kKGroups > 1) {
-      if (leader) tma_store_wait_read();
-      if (turn > 0) barrier_sync<C::kConsumers * 128>(C::kConsumers + 1);  // nobody needs the last tile's sums and results there
-      if constexpr (C::kKGroups == 4) {
-        // The sums of K groups 2 and 3 go to 0 and 1.
-        if (part >= 2) {
-#pragma unroll
-          for (int i = 0; i < C::kTokens / 2; ++i) store_shared(at_part(part - 2, i), __float_as_uint(sum[i] + poison[i / 2 % 2]));
-        }
-        barrier_sync<C::kConsumers * 128>(C::kConsumers + 2);
-        if (part >= 2) continue;
-#pragma unroll
-        for (int i = 0; i < C::kTokens / 2; ++i) sum[i] += __uint_as_float(load_shared(at_part(part, i)));
-        barrier_sync<C::kParts * 128>(C::kConsumers + 3);
-      }
-    }
-    // The rest for the sums from kFirst on.
-    const auto finish = [&](auto first_sum) {
-      constexpr int kFirst = decltype(first_sum)::value;
+    // From the sums of all of K on.
+    const auto finish = [&](float* results) {
       const int2 tile = place(turn);
       [[maybe_unused]] const int64_t m0 = static_cast<int64_t>(tile.x) * C::kTokens + part / C::kRowGroups * C::kPartTokens;
       const int64_t n0 = first_row();
@@ -233,14 +253,14 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       bool repair = !isfinite(bias[0]) || !isfinite(bias[1]);
       if (repair || args.bias != nullptr) {
 #pragma unroll
-        for (int i = 0; i < C::kPartSums; ++i) sum[kFirst + i] += bias[i / 2 % 2];
+        for (int i = 0; i < C::kPartSums; ++i) results[i] += bias[i / 2 % 2];
       }
       if constexpr (!kStaged) {
 #pragma unroll
         for (int i = 0; i < C::kPartSums; ++i) {
           const int64_t m = m0 + i / 4 * 8 + c * 2 + i % 2, n = row0 + i / 2 % 2 * 8;
-          repair |= !isfinite(sum[kFirst + i]);
-          if (m < args.m && n < args.n) store_rounded(args, m, n, sum[kFirst + i]);
+          repair |= !isfinite(results[i]);
+          if (m < args.m && n < args.n) store_rounded(args, m, n, results[i]);
         }
         repair = barrier_or(barrier_id, repair);
       } else {
@@ -258,9 +278,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
             uint32_t pairs[4];
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-              pairs[i] = pack2<kHalf>(sum[kFirst + j * 8 + 2 * i], sum[kFirst + j * 8 + 2 * i + 1]);
+              pairs[i] = pack2<kHalf>(results[j * 8 + 2 * i], results[j * 8 + 2 * i + 1]);
               if constexpr (kHalf) {
-                largest = larger(larger(largest, sum[kFirst + j * 8 + 2 * i]), sum[kFirst + j * 8 + 2 * i + 1]);  // finite sums may round to infinity
+                largest = larger(larger(largest, results[j * 8 + 2 * i]), results[j * 8 + 2 * i + 1]);  // finite sums may round to infinity
               } else {
                 most[i / 2] = larger(most[i / 2], pairs[i]);
               }
@@ -285,22 +305,30 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       if (repair) first_repair = min(first_repair, turn);
     };
     if constexpr (C::kKGroups == 1) {
-      finish(std::integral_constant<int, 0>{});
+      finish(sum);
     } else {
-      // K groups 0 and 1 send each other the sums of the tokens that the other one finishes.
-      const auto exchange = [&](auto first_sum) {
-        constexpr int kFirst = decltype(first_sum)::value, kOthers = C::kPartSums - kFirst;
+      // Each of two K groups gets the other one's sums of half the tokens, in the ring of tokens.
+      const auto exchange = [&](auto upper) {
+        constexpr int kOwn = decltype(upper)::value ? C::kPartSums : 0, kOther = C::kPartSums - kOwn;
+        const auto at = [&](int of_part, int i) { return base + of_part * C::kSumBytes + (i * 128 + thread % 128) * 4; };
+        const bool empty = first_of_group >= stages;
+        barrier_sync<C::kConsumers * 128>(C::kConsumers + 1);  // the tokens have been read
 #pragma unroll
-        for (int i = 0; i < C::kPartSums; ++i) store_shared(at_part(part ^ C::kRowGroups, i), __float_as_uint(sum[kOthers + i] + poison[i / 2 % 2]));
-        barrier_sync<C::kParts * 128>(C::kConsumers + 3);
+        for (int i = 0; i < C::kPartSums; ++i) {
+          const float sent = empty ? 0.f : sum[kOther + i] + poison[i / 2 % 2];
+          store_shared(at(part ^ C::kRowGroups, i), __float_as_uint(sent));
+        }
+        barrier_sync<C::kConsumers * 128>(C::kConsumers + 1);
 #pragma unroll
-        for (int i = 0; i < C::kPartSums; ++i) sum[kFirst + i] += __uint_as_float(load_shared(at_part(part, i)));
-        finish(first_sum);
+        for (int i = 0; i < C::kPartSums; ++i) sum[kOwn + i] = (empty ? 0.f : sum[kOwn + i]) + __uint_as_float(load_shared(at(part, i)));
+        fence_async_shared();
+        release(base + C::kSumsReadOffset);
+        finish(sum + kOwn);
       };
       if (k_group == 0) {
-        exchange(std::integral_constant<int, 0>{});
+        exchange(std::false_type{});
       } else {
-        exchange(std::integral_constant<int, C::kPartSums>{});
+        exchange(std::true_type{});
       }
     }
   }
@@ -322,9 +350,9 @@ bool aligned16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer
 
 template <class C, bool kStaged>
 cudaError_t launch(const GemmArgs& args, void* workspace, cudaStream_t stream) {
-  const int64_t columns = padded_k(args.k);
+  const int64_t columns = padded_k(args.k), padded_m = (args.m + C::kTokens - 1) / C::kTokens * C::kTokens;
   Maps maps;
-  bool ok = make_tensor_map(&maps.x, workspace, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, args.m, columns, C::kTokens, kStageK, CU_TENSOR_MAP_SWIZZLE_128B);
+  bool ok = make_tensor_map(&maps.x, workspace, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, padded_m, columns, C::kTokens, kStageK, CU_TENSOR_MAP_SWIZZLE_128B);
   ok &= make_tensor_map(&maps.w, args.b, CU_TENSOR_MAP_DATA_TYPE_UINT8, 1, args.n, args.k, C::kRows, kStageK, CU_TENSOR_MAP_SWIZZLE_NONE);
   if (kStaged)
     ok &= make_tensor_map(&maps.c, args.out, args.out_type == Float::f16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, args.m, args.n, C::kPartTokens, 64,
@@ -333,7 +361,7 @@ cudaError_t launch(const GemmArgs& args, void* workspace, cudaStream_t stream) {
   const Tiles tiles = {static_cast<int>((args.m + C::kTokens - 1) / C::kTokens), static_cast<int>((args.n + C::kRows - 1) / C::kRows)};
   int ctas = 0;
   if (const cudaError_t error = processors(&ctas); error != cudaSuccess) return error;
-  if (const cudaError_t error = launch_expand(args, static_cast<uint4*>(workspace), stream); error != cudaSuccess) return error;
+  if (const cudaError_t error = launch_expand(args, padded_m, static_cast<uint4*>(workspace), stream); error != cudaSuccess) return error;
   return launch_overlapped(gemm<C, kStaged>, std::min(ctas - args.reserved_processors, tiles.count()), C::kThreads, C::kSmem, stream, maps, args, ByteScales(args), tiles);
 }
 
@@ -347,20 +375,21 @@ cudaError_t launch_store(const GemmArgs& args, void* workspace, cudaStream_t str
 
 bool gemm_fits(const GemmArgs& args) { return args.k > 0 && aligned16(args.a) && aligned16(args.b) && aligned16(args.x); }
 
-int64_t gemm_workspace_bytes(int64_t m, int64_t k) { return m * padded_k(k) * 2; }
+int64_t gemm_workspace_bytes(int64_t m, int64_t k) { return (m + 255) * padded_k(k) * 2; }  // whole tiles of up to 256 tokens
 
 GemmTile gemm_tile(int64_t m, int64_t n, int64_t k) {
   // Microseconds of a wave of tiles per 64 of K, beside about one that a wave takes whatever its K: fitted to times on an H200 at 33 to
-  // 2048 tokens, 7168x2048, 5120x2048, 8192x1280 and 8192x7168 (2026-11-30). Within 2% of the best of these tiles at all of them.
+  // 4096 tokens, 7168x2048, 5120x2048, 8192x1280 and 8192x7168 (2026-11-30). The best of these tiles at all of them.
   struct Choice {
     GemmTile tile;
     int rows, tokens;
     float step;
   };
-  constexpr Choice kChoices[] = {{GemmTile::rows64_tokens64, 64, 64, .191f},
-                                 {GemmTile::rows64_tokens128, 64, 128, .291f},
-                                 {GemmTile::rows128_tokens96, 128, 96, .352f},
-                                 {GemmTile::rows128_tokens128, 128, 128, .407f},
+  constexpr Choice kChoices[] = {{GemmTile::rows64_tokens64, 64, 64, .185f},
+                                 {GemmTile::rows64_tokens96, 64, 96, .235f},
+                                 {GemmTile::rows64_tokens128, 64, 128, .26f},
+                                 {GemmTile::rows128_tokens96, 128, 96, .35f},
+                                 {GemmTile::rows128_tokens128, 128, 128, .4f},
                                  {GemmTile::rows128_tokens176, 128, 176, .49f},
                                  {GemmTile::rows128_tokens192, 128, 192, .505f},
                                  {GemmTile::rows128_tokens224, 128, 224, .582f},
@@ -376,8 +405,9 @@ GemmTile gemm_tile(int64_t m, int64_t n, int64_t k) {
 
 cudaError_t launch_gemm(const GemmArgs& args, GemmTile tile, void* workspace, cudaStream_t stream) {
   switch (tile) {
-    case GemmTile::rows64_tokens64: return launch_store<Config<64, 1, 4>>(args, workspace, stream);
-    case GemmTile::rows64_tokens128: return launch_store<Config<128, 1, 4>>(args, workspace, stream);
+    case GemmTile::rows64_tokens64: return launch_store<Config<64, 1, 2>>(args, workspace, stream);
+    case GemmTile::rows64_tokens96: return launch_store<Config<96, 1, 2>>(args, workspace, stream);
+    case GemmTile::rows64_tokens128: return launch_store<Config<128, 1, 2>>(args, workspace, stream);
     case GemmTile::rows128_tokens96: return launch_store<Config<96, 2, 2>>(args, workspace, stream);
     case GemmTile::rows128_tokens128: return launch_store<Config<128, 2, 2>>(args, workspace, stream);
     case GemmTile::rows128_tokens176: return launch_store<Config<176, 2, 1>>(args, workspace, stream);

@@ -21,6 +21,7 @@ bool takes(const RouteDims& d) {
 constexpr Route kRoutes[] = {
     {"skinny", [](const RouteDims& d) { return skinny_takes(d[0], d[2]); }, "up to 32 tokens: streams the weight once, bound by memory"},
     {"64x64", takes<GemmTile::rows64_tokens64>, "bf16 wgmma on operands decoded exactly from e4m3; the tile whose waves over 132 SMs take least time"},
+    {"64x96", takes<GemmTile::rows64_tokens96>, "the same"},
     {"64x128", takes<GemmTile::rows64_tokens128>, "the same"},
     {"128x96", takes<GemmTile::rows128_tokens96>, "the same"},
     {"128x128", takes<GemmTile::rows128_tokens128>, "the same"},

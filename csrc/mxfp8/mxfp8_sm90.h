@@ -77,7 +77,7 @@ bool skinny_fits(const GemmArgs& args);
 cudaError_t launch_skinny(const GemmArgs& args, cudaStream_t stream);
 
 // mxfp8_gemm_sm90.cu: tensor cores. `workspace` holds gemm_workspace_bytes(m, k).
-enum class GemmTile : int { rows64_tokens64, rows64_tokens128, rows128_tokens96, rows128_tokens128, rows128_tokens176, rows128_tokens192, rows128_tokens224, rows128_tokens256 };
+enum class GemmTile : int { rows64_tokens64, rows64_tokens96, rows64_tokens128, rows128_tokens96, rows128_tokens128, rows128_tokens176, rows128_tokens192, rows128_tokens224, rows128_tokens256 };
 GemmTile gemm_tile(int64_t m, int64_t n, int64_t k);  // the fastest
 bool gemm_fits(const GemmArgs& args);
 int64_t gemm_workspace_bytes(int64_t m, int64_t k);

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   constexpr uint32_t kEmpty = 8 * C::kStages;  // from a slot's full to its empty barrier
   float sum[C::kTokens / 2] = {};
   uint32_t most[2] = {};  // the largest fields of row g's and g + 8's codes in the tile, as two 16-bit lanes
-  bool zero_factor = false;
+  uint32_t least_factor = ~0u;
 
   const auto multiply_stage = [&](uint32_t slot, const uint32_t (&a)[16], bool accumulate) {
     wgmma_fence();
@@ -101,12 +101,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   };
 
   static_assert(C::kStages % 2 == 0);  // the second stage of a pair never wraps
-  Ring<C> ring(0);
+  Ring<C::kStages> ring(0);
   uint32_t a0[16], a1[16];
   Codes codes;
   mbarrier_wait(full + 8 * ring.slot, ring.parity);
   load_stage<C>(source, ring.slot, codes);
-  decode_stage(codes, a0, most, zero_factor);
+  decode_stage(codes, a0, most, least_factor);
 
   for (int t = blockIdx.x; t < tiles.count(); t += gridDim.x) {
     const int2 tile = tiles.at(t);
@@ -117,21 +117,21 @@ __global__ void __launch_bounds__(C::kThreads, 1)
       multiply_stage(slot, a0, s > 0);
       mbarrier_wait(full + 8 * slot + 8, ring.parity);
       load_stage<C>(source, slot + 1, codes);
-      decode_stage(codes, a1, most, zero_factor);
+      decode_stage(codes, a1, most, least_factor);
       multiply_stage(slot + 1, a1, true);
       wgmma_wait<1>();
       release(slot);
       // The next pair's first stage: of this tile or, so that its products can start at once, of the next one.
       const bool last = s + 2 >= stages;
       if (last) {
-        suspect = holds_nan(most[0]) | holds_nan(most[1]) << 1 | zero_factor << 2;
-        most[0] = most[1] = 0, zero_factor = false;
+        suspect = holds_nan(most[0]) | holds_nan(most[1]) << 1 | (least_factor == 0) << 2;
+        most[0] = most[1] = 0, least_factor = ~0u;
       }
       ring.advance(2);
       if (!last || t + gridDim.x < tiles.count()) {
         mbarrier_wait(full + 8 * ring.slot, ring.parity);
         load_stage<C>(source, ring.slot, codes);
-        decode_stage(codes, a0, most, zero_factor);
+        decode_stage(codes, a0, most, least_factor);
       }
       wgmma_wait<0>();
       release(slot + 1);
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       bool bad = suspect >> half & 1;
-      if (suspect & 4) bad |= extreme_codes<C>(args, scales, n0 + warp * 16 + g + half * 8, c, 0);
+      if (suspect & 4) bad |= extreme_codes(args, scales, n0 + warp * 16 + g + half * 8, c);
       const uint32_t quad = __ballot_sync(~0u, bad) >> (lane & ~3) & 15;
       poison[half] = quad != 0 ? __uint_as_float(mx::kNanBits) : 0.f;
     }
@@ -211,7 +211,7 @@ cudaError_t launch_paired(const GemmArgs& args, const Pair& pair, void* workspac
   if (!ok) return cudaErrorInvalidValue;
   int ctas = 0;
   if (const cudaError_t error = processors(&ctas); error != cudaSuccess) return error;
-  if (const cudaError_t error = launch_expand(args, static_cast<uint4*>(workspace), stream); error != cudaSuccess) return error;
+  if (const cudaError_t error = launch_expand(args, args.m, static_cast<uint4*>(workspace), stream); error != cudaSuccess) return error;
   return launch_overlapped(gemm_pair<C>, std::min(ctas - args.reserved_processors, tiles.count()), C::kThreads, C::kSmem, stream, maps, args, ByteScales(args), tiles,
                            pair, pair_maps);
 }

@@ -65,7 +65,7 @@ __device__ __forceinline__ void produce_operands(const CUtensorMap* x, const CUt
   int early = min(stages, C::kStages);
   for (int s = 0; s < early; ++s) load_weight(s, s, tiles.at(blockIdx.x));
   wait_for_dependencies();
-  Ring<C> ring(1);
+  Ring<C::kStages> ring(1);
   for (int t = blockIdx.x; t < tiles.count(); t += gridDim.x) {
     const int2 tile = tiles.at(t);
     for (int s = 0; s < stages; ++s, ring.advance()) {
@@ -76,6 +76,37 @@ __device__ __forceinline__ void produce_operands(const CUtensorMap* x, const CUt
         load_weight(ring.slot, s, tile);
       }
       tma_load(base + ring.slot * C::kXBytes, x, full + 8 * ring.slot, s * kStageK, tile.x * C::kTokens);
+    }
+  }
+}
+
+// The same with a ring for each operand.
+template <class C, class T>
+__device__ __forceinline__ void produce_weights(const CUtensorMap* w, const T& tiles, uint32_t base, int stages) {
+  const uint32_t full = base + C::kWBarrierOffset, empty = full + 8 * C::kWStages;
+  Ring<C::kWStages> ring(1);
+  for (int t = blockIdx.x; t < tiles.count(); t += gridDim.x) {
+    const int row = tiles.at(t).y * C::kRows;
+    for (int s = 0; s < stages; ++s, ring.advance()) {
+      mbarrier_wait(empty + 8 * ring.slot, ring.parity);
+      mbarrier_arrive_expect(full + 8 * ring.slot, C::kWBytes);
+      tma_load(base + C::kWOffset + ring.slot * C::kWBytes, w, full + 8 * ring.slot, s * kStageK, row);
+    }
+  }
+}
+template <class C, class T>
+__device__ __forceinline__ void produce_tokens(const CUtensorMap* x, const T& tiles, uint32_t base, int stages) {
+  const uint32_t full = base + C::kBarrierOffset, empty = full + 8 * C::kStages;
+  wait_for_dependencies();
+  Ring<C::kStages> ring(1);
+  [[maybe_unused]] uint32_t parity = 1;
+  for (int t = blockIdx.x; t < tiles.count(); t += gridDim.x) {
+    const int token = tiles.at(t).x * C::kTokens;
+    if constexpr (C::kKGroups > 1) mbarrier_wait(base + C::kSumsReadOffset, parity), parity ^= 1;  // the last tile's sums need the ring no longer
+    for (int s = 0; s < stages; ++s, ring.advance()) {
+      mbarrier_wait(empty + 8 * ring.slot, ring.parity);
+      mbarrier_arrive_expect(full + 8 * ring.slot, C::kXBytes);
+      tma_load(base + ring.slot * C::kXBytes, x, full + 8 * ring.slot, s * kStageK, token);
     }
   }
 }
@@ -91,9 +122,9 @@ __device__ __forceinline__ uint32_t multiplier(uint32_t scale) {
 template <class C, bool kPlaces, class T>
 __device__ __forceinline__ void produce_scales(const GemmArgs& args, const ByteScales& scales, const T& tiles, uint32_t base, int stages, int lane) {
   constexpr int kAhead = 32 / C::kStageScales;
-  const uint32_t full = base + C::kBarrierOffset, empty = full + 8 * C::kStages;
+  const uint32_t full = base + C::kWBarrierOffset, empty = full + 8 * C::kWStages;
   const int scale = lane % C::kStageScales, ahead = lane / C::kStageScales;
-  Ring<C> ring(1);
+  Ring<C::kWStages> ring(1);
   uint32_t place = 0;
   for (int t = blockIdx.x; t < tiles.count(); t += gridDim.x, place = (place + 1) % C::kPlaces) {
     const int2 tile = tiles.at(t);
@@ -117,11 +148,10 @@ __device__ __forceinline__ void produce_scales(const GemmArgs& args, const ByteS
   }
 }
 
-// Whether a weight row holds nonzero codes under a scale that bf16 does not have, in this lane's quarter of its K group's stages.
-template <class C>
-__device__ __noinline__ bool extreme_codes(const GemmArgs& args, const ByteScales& scales, int64_t n, int c, int k_group) {
+// Whether a weight row holds nonzero codes under a scale that bf16 does not have, in this lane's quarter of each stage.
+__device__ __noinline__ inline bool extreme_codes(const GemmArgs& args, const ByteScales& scales, int64_t n, int c) {
   if (n >= args.n) return false;
-  for (int64_t k = k_group * kStageK + 16 * c; k < args.k; k += C::kKGroups * kStageK) {
+  for (int64_t k = 16 * c; k < args.k; k += kStageK) {
     const uint4 codes = __ldg(reinterpret_cast<const uint4*>(args.b + n * args.k + k));
     if (multiplier(scales.b_byte(n, k / 32)) == 0 && ((codes.x | codes.y | codes.z | codes.w) & 0x7f7f7f7fu) != 0) return true;
   }
@@ -150,9 +180,9 @@ __device__ __forceinline__ void load_stage(const Source& source, uint32_t slot, 
   load_codes(codes.words[0], source.codes + slot * C::kWBytes);
   load_codes(codes.words[1], source.codes + slot * C::kWBytes + 8 * kStageK);
 }
-// As the A fragments of the stage's four k16 steps. `most`: see decode4, of both rows; zero_factor: whether a factor was 0.
-__device__ __forceinline__ void decode_stage(const Codes& codes, uint32_t (&a)[16], uint32_t (&most)[2], bool& zero_factor) {
-  zero_factor |= codes.factor == 0;
+// As the A fragments of the stage's four k16 steps. `most`: see decode4, of both rows; least_factor: 0 if one was.
+__device__ __forceinline__ void decode_stage(const Codes& codes, uint32_t (&a)[16], uint32_t (&most)[2], uint32_t& least_factor) {
+  least_factor = min(least_factor, codes.factor);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
 #pragma unroll

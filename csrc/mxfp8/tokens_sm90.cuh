@@ -22,14 +22,15 @@ constexpr int kPadK = 2 * kStageK;  // its main loop takes two stages per turn
 
 __host__ __device__ inline int64_t padded_k(int64_t k) { return (k + kPadK - 1) / kPadK * kPadK; }
 
-// ---- one k16 step: word `step` of each of the four 16-byte runs of a group of 64 codes ----
+// ---- what a thread expands: 4 codes of each of the four 16-byte runs of a group of 64 ----
 
+// They become two 16-byte pieces of the group's 8, from bytes 0 and 2 and from bytes 1 and 3 of the words. A k16 step is two pieces.
 struct Step {
   uint32_t word[4];
   uint32_t scale[2];  // of the first and the last two words
 };
 
-__device__ __forceinline__ void store_step(uint4* out, const Step& step) {
+__device__ __forceinline__ void store_step(uint4* first, uint4* second, const Step& step) {
   constexpr uint32_t kFirst = 10, kLast = 246;  // scales whose every product with a code is a normal bf16
   constexpr uint32_t kUnit = 0x7b807b80;        // 2^120
   uint32_t low[4], high[4];
@@ -43,8 +44,8 @@ __device__ __forceinline__ void store_step(uint4* out, const Step& step) {
     low[run] = multiply_bf16x2(multiply_bf16x2(spread_codes(word << 8), kUnit), factor);
     high[run] = multiply_bf16x2(multiply_bf16x2(spread_codes(word), kUnit), factor);
   }
-  out[0] = make_uint4(low[0], low[1], low[2], low[3]);
-  out[1] = make_uint4(high[0], high[1], high[2], high[3]);
+  *first = make_uint4(low[0], low[1], low[2], low[3]);
+  *second = make_uint4(high[0], high[1], high[2], high[3]);
 }
 
 template <class T>
@@ -63,27 +64,41 @@ __device__ __forceinline__ uint32_t amax_bits(float4 v) {
   return max(max(x & mx::kMagnitudeBits, y & mx::kMagnitudeBits), max(z & mx::kMagnitudeBits, w & mx::kMagnitudeBits));
 }
 
-// Where the i-th k16 step of the tokens lies: the four steps of a group of 64 are neighbours.
+// The group of the i-th thread and its place among the group's four.
 struct StepAt {
   int64_t m, group;  // token, first column of the group
-  int step;
-  __device__ __forceinline__ StepAt(int64_t i, uint32_t steps) : m(i / steps), group((i - m * steps) / 4 * kStageK), step(static_cast<int>(i % 4)) {}
+  int lane;
+  __device__ __forceinline__ StepAt(uint32_t i, uint32_t groups) : lane(static_cast<int>(i % 4)) {
+    const uint32_t row = i / 4 / groups;
+    m = row, group = static_cast<int64_t>(i / 4 - row * groups) * kStageK;
+  }
 };
 
+// A thread reads one run and trades bytes with the other three: it stores pieces `lane` and `lane` + 4, so that a warp's stores are
+// without gaps. Whole warps must come.
 __device__ __forceinline__ Step load_step(const GemmArgs& args, const ByteScales& scales, const StepAt& at) {
-  Step step;
+  const bool inside = at.m < args.m;
   const uint8_t* row = args.a + at.m * args.k;
+  const uint4 run = inside && at.group + 16 * at.lane < args.k ? __ldg(reinterpret_cast<const uint4*>(row + at.group) + at.lane) : uint4{};
+  const uint32_t words[4] = {run.x, run.y, run.z, run.w};
+  Step step;
 #pragma unroll
-  for (int run = 0; run < 4; ++run) {
-    const int64_t k = at.group + 16 * run;
-    step.word[run] = k < args.k ? __ldg(reinterpret_cast<const uint32_t*>(row + k) + at.step) : 0;
+  for (int i = 0; i < 4; ++i) step.word[i] = __byte_perm(words[i / 2], words[i / 2 + 2], i % 2 == 0 ? 0x6240 : 0x7351);  // for thread i
+#pragma unroll
+  for (int bit = 1; bit <= 2; bit *= 2) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & bit) continue;
+      const uint32_t got = __shfl_xor_sync(~0u, at.lane & bit ? step.word[i] : step.word[i | bit], bit);
+      (at.lane & bit ? step.word[i] : step.word[i | bit]) = got;
+    }
   }
 #pragma unroll
-  for (int block = 0; block < 2; ++block) step.scale[block] = at.group + 32 * block < args.k ? scales.a_byte(at.m, at.group / 32 + block) : 127;
+  for (int block = 0; block < 2; ++block) step.scale[block] = inside && at.group + 32 * block < args.k ? scales.a_byte(at.m, at.group / 32 + block) : 127;
   return step;
 }
 
-// The four threads of a group share its blocks' amax, so whole warps must come.
+// A thread encodes word `lane` of each run: a k16 step, pieces 2 `lane` and 2 `lane` + 1. Blocks' amax is shared, so whole warps must come.
 template <class T>
 __device__ __forceinline__ Step quantize_step(const GemmArgs& args, const StepAt& at) {
   Step step;
@@ -91,7 +106,7 @@ __device__ __forceinline__ Step quantize_step(const GemmArgs& args, const StepAt
 #pragma unroll
   for (int run = 0; run < 4; ++run) {
     const int64_t k = at.group + 16 * run;
-    v[run] = at.m < args.m && k < args.k ? load4<T>(args.x, at.m * args.k + k + 4 * at.step) : float4{};
+    v[run] = at.m < args.m && k < args.k ? load4<T>(args.x, at.m * args.k + k + 4 * at.lane) : float4{};
   }
 #pragma unroll
   for (int block = 0; block < 2; ++block) {
@@ -104,24 +119,26 @@ __device__ __forceinline__ Step quantize_step(const GemmArgs& args, const StepAt
 
 constexpr int kExpandThreads = 128;
 
-// A thread expands one k16 step of a token. kSource: float type of x, or void for codes.
+// A thread expands 16 codes of a token. Source: float type of x, or void for codes. Rows from args.m on become zeros.
 template <class Source>
-__global__ void __launch_bounds__(kExpandThreads) expand_tokens(const GemmArgs args, const ByteScales scales, uint4* __restrict__ out) {
+__global__ void __launch_bounds__(kExpandThreads) expand_tokens(const GemmArgs args, const ByteScales scales, int64_t rows, uint4* __restrict__ out) {
   sm90::wait_for_dependencies();
   sm90::launch_dependents();  // only now: the GEMM reads weights before it waits for this kernel
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * kExpandThreads + threadIdx.x;
-  const StepAt at(i, static_cast<uint32_t>(padded_k(args.k) / 16));
+  const uint32_t i = blockIdx.x * kExpandThreads + threadIdx.x, groups = static_cast<uint32_t>(padded_k(args.k) / kStageK);
+  const StepAt at(i, groups);
+  uint4* group = out + static_cast<int64_t>(i / 4) * 8;
   if constexpr (std::is_void_v<Source>) {
-    if (at.m < args.m) store_step(out + 2 * i, load_step(args, scales, at));
+    const Step step = load_step(args, scales, at);
+    if (at.m < rows) store_step(group + at.lane, group + at.lane + 4, step);
   } else {
     const Step step = quantize_step<Source>(args, at);
-    if (at.m < args.m) store_step(out + 2 * i, step);
+    if (at.m < rows) store_step(group + 2 * at.lane, group + 2 * at.lane + 1, step);
   }
 }
 
-inline cudaError_t launch_expand(const GemmArgs& args, uint4* out, cudaStream_t stream) {
-  const int64_t ctas = (args.m * (padded_k(args.k) / 16) + kExpandThreads - 1) / kExpandThreads;
-  const auto launch = [&](auto kernel) { return sm90::launch_overlapped(kernel, static_cast<unsigned>(ctas), kExpandThreads, 0, stream, args, ByteScales(args), out); };
+inline cudaError_t launch_expand(const GemmArgs& args, int64_t rows, uint4* out, cudaStream_t stream) {
+  const int64_t ctas = (rows * (padded_k(args.k) / 16) + kExpandThreads - 1) / kExpandThreads;
+  const auto launch = [&](auto kernel) { return sm90::launch_overlapped(kernel, static_cast<unsigned>(ctas), kExpandThreads, 0, stream, args, ByteScales(args), rows, out); };
   if (args.a != nullptr) return launch(expand_tokens<void>);
   return sm90::with_float(args.x_type, [&](auto zero) { return launch(expand_tokens<decltype(zero)>); });
 }

@@ -7,7 +7,8 @@
 //   P = 2^(S - m) with the CTA's maximum m, times the V scale over a power of two of its group, in fp16: any fp16 scale fits
 //   O^T = V^T P^T mma m16n8k16 fp16, dims in M: 32 dims a warp, over all cells of the CTA
 // Each CTA owns an equal share of the dims: the others send theirs with st.async, and it joins them in the order of the slots, so that the
-// result is deterministic. An empty slot or an id past the cells reads nothing: zeros, with a probability of exactly 0.
+// result is deterministic; a CTA without others stores its rows at once (96 tokens of 96 slots: 9.6 -> 7.7 us, H200). An empty slot or an
+// id past the cells reads nothing: zeros, with a probability of exactly 0.
 // Bound by latency: ids, then the cells they name, then the exchange.
 #include "../common/launch_sm90.cuh"
 #include "qsa_tensor_sm90.cuh"
@@ -274,10 +275,32 @@ __global__ void __launch_bounds__(kThreads, 2) attend_cluster(const AttnArgs arg
   const uint32_t landed = smem_address(&s.landed);
   float out[2][2][4] = {};
   if (warp < kValueWarps) add_values(s, warp, lane, steps, out);
+  const int g = min(warp, kValueWarps - 1) / 2;
+  const float up = __int_as_float((127 + (g == 0 ? exponent[0] : g == 1 ? exponent[1] : g == 2 ? exponent[2] : exponent[3])) << 23);
   cluster_wait();  // every CTA has started: its shared memory may be written
+  if (parts == 1) {  // nothing to exchange
+    if (warp >= kValueWarps) return;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int row = 8 * h + 2 * c + i;
+        float total = s.sum[0][row];
+#pragma unroll
+        for (int w = 1; w < kWarps; ++w) total += s.sum[w][row];
+        if (row >= rows) continue;
+        const float inverse = total == 0.0f ? 0.0f : up * __frcp_rn(total);
+        const bool gated = args.gate.data != nullptr && total != 0.0f;
+        const char* gate = gated ? args.gate.data + token * args.gate.stride + (head + row) * args.gate.head_stride : nullptr;
+#pragma unroll
+        for (int t = 0; t < 2; ++t) {
+          const int dim = 2 * (16 * warp + 8 * t + r);
+          store_pair(args, (token * args.q_heads + head + row) * kDim + dim, out[t][h][i] * inverse, out[t][h][i + 2] * inverse, gate, dim);
+        }
+      }
+    return;
+  }
   if (warp < kValueWarps) {
-    const int g = warp / 2;
-    const float up = __int_as_float((127 + (g == 0 ? exponent[0] : g == 1 ? exponent[1] : g == 2 ? exponent[2] : exponent[3])) << 23);
 #pragma unroll
     for (int t = 0; t < 2; ++t) {
       const int pair = 16 * warp + 8 * t + r, owner = pair >> log2_pairs;

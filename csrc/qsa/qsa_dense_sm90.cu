@@ -1,14 +1,23 @@
 // qsa_flash for int8 KV, D 256, where the tokens' cells are simply 0 .. n-1, as in the first prompt of a sequence: dense attention.
 //
-// A CTA owns up to 128 query rows of one KV head: the group's heads of a few neighbouring tokens, which share every cell. It first reads
-// its tokens' ids. If each row is 0 .. n-1 and then empty, it computes them; if not, or if a scale is too large for fp16 codes or not
-// finite, it leaves the tokens to the sparse kernel that follows, through `status`. No host sync, graph-safe.
+// A CTA owns up to 128 query rows of one KV head: the group's heads of a few neighbouring tokens, which share every cell; while
+// multiprocessors are idle, the blocks of the longest rows are halved. It first reads its tokens' ids. If each row is 0 .. n-1 and then
+// empty, it computes them; if not, or if a scale is too large for fp16 codes or not finite, it leaves the tokens to the sparse kernel that
+// follows, through `status`. No host sync, graph-safe.
 // Three warpgroups over tiles of 64 cells, two stages:
 //   a producer brings the codes and writes them as fp16, times their scales (one rounding of 2^-11), into swizzled shared memory
 //   two consumers of 64 rows: S = Q K^T (wgmma m64n64k16), P = 2^(S - m), O += P V (m64n256k16, P in registers, V read transposed);
-//   the scores of a tile are multiplied while the values of the one before are, and weighed meanwhile.
-// A tile moves 320 KB through shared memory, 2560 cycles where its products need 2048, and takes about 4000 (H200). Lost: codes converted in
-// registers as the products' first operand, for 48 query rows (every row converts them again: 298 us at T 1984, now 180).
+//   the scores of a tile are multiplied while the values of the one before are, and weighed meanwhile; the consumers take turns.
+// The proxy fence is the consumers': it waits for a thread's loads, and the producer has some on their way.
+// Bound by shared memory: a tile moves 320 KB, 2560 cycles where its products need 2048, and takes about 3200 (H200, as all figures here:
+// 2026-11-30, microseconds at T 1984 / 512). Start and end of a CTA take as long as three tiles.
+// Lost: codes converted in registers as the products' first operand, for 48 query rows (every row converts them again: 298); codes by way
+// of registers instead of shared memory (137 / 24.8 against 131 / 23.8: as many bytes, waited for at once); two producers (148 / 28.8
+// against 153 / 29.1 as it was then, not worth 512 threads); the fence in the producer (134 / 24.1); consumers that do not take turns
+// (135 / 24.2); exponentials kept before the wait for the products (134 / 24.0); ids guessed at first and read at the end (131 / 23.8);
+// 64 rows in every CTA (205 / 30.9 against 153 / 29.1); ids of the next wave brought to the L2 (182 against 158).
+#include <algorithm>
+
 #include "../common/launch_sm90.cuh"
 #include "../common/tma_sm90.cuh"
 #include "qsa_tensor_sm90.cuh"
@@ -32,46 +41,89 @@ constexpr uint32_t kLargestScale = 0x6000;  // fp16 bits of 512: 127 times it is
 using Block = __half[64];  // a row of 128 bytes: 64 dims, 16-byte chunk ^ (row & 7)
 
 struct Shared {
-  alignas(1024) Block q[kGroups][kRows];
+  alignas(1024) Block q[kGroups][kRows];  // and the output at the end
   alignas(1024) Block k[kStages][kGroups][kCells], v[kStages][kGroups][kCells];
   uint4 codes[2][kPieces][kProducers];  // of K and V on their way: each producer thread's own
   int exponent[kRows];  // of the query rows in fp16
   int cells[kRows];  // n of each token, -1 when its row is no prefix
-  uint64_t k_full[kStages], k_empty[kStages], v_full[kStages], v_empty[kStages];
+  uint64_t k_full[kStages], v_full[kStages], k_empty[kStages], v_empty[kStages];
   int bad;  // a scale does not allow fp16 products
 };
 static_assert(sizeof(Shared) + 1024 <= 227 * 1024, "shared memory of a multiprocessor");
 
+// What a CTA computes: a block of tokens for a KV head, or one half of it.
+struct Rows {
+  uint32_t group;
+  int kv_head, block, tokens;
+  int64_t first_token;
+  bool whole;
+  int half;
+
+  __device__ __forceinline__ Rows(const AttnArgs& args, int split) {  // the last `split` blocks are halved
+    const uint32_t kv_heads = static_cast<uint32_t>(args.kv_heads);
+    group = static_cast<uint32_t>(args.q_heads) / kv_heads;
+    const int per_block = kRows / group, place = blockIdx.x / kv_heads, last = gridDim.x / kv_heads - split - 1;
+    kv_head = blockIdx.x % kv_heads;
+    whole = place >= 2 * split;
+    half = whole ? 0 : place % 2;
+    block = last - (whole ? place - split : place / 2);  // the longest rows first
+    first_token = static_cast<int64_t>(block) * per_block + half * (per_block / 2);
+    tokens = static_cast<int>(max(int64_t{0}, min(static_cast<int64_t>(whole ? per_block : per_block / 2), args.tokens - first_token)));
+  }
+};
+
+// A lane's share of 32 * kLoads ids of a row, -1 for what is no id.
+struct Ids {
+  static constexpr int kLoads = 32;
+  int id[kLoads];
+
+  __device__ __forceinline__ void request(const AttnArgs& args, int64_t at, int left, int lane) {
+    if (args.wide_ids) {
+      const int2* from = static_cast<const int2*>(args.ids) + at + lane;
+      asm volatile("" : "+l"(from));
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        const int2 wide = i * 32 + lane < left ? __ldg(from + i * 32) : make_int2(0, -1);
+        id[i] = wide.y == 0 ? wide.x : -1;
+      }
+    } else {
+      const int* from = static_cast<const int*>(args.ids) + at + lane;
+      asm volatile("" : "+l"(from));  // one address, the loads' offsets are constants
+#pragma unroll
+      for (int i = 0; i < kLoads; ++i) {
+        id[i] = -1;
+        if (i * 32 + lane < left) asm volatile("ld.global.nc.b32 %0, [%1];" : "=r"(id[i]) : "l"(from + i * 32));
+      }
+    }
+  }
+};
+
 // False where a row's first slot shows already that it is no prefix: cheap, for prompts that select.
-template <class Id>
-__device__ __forceinline__ bool may_be_prefixes(const AttnArgs& args, int64_t first_token, int tokens) {
+__device__ __forceinline__ bool may_be_prefixes(const AttnArgs& args, const Rows& rows, int lane) {
   bool possible = true;
 #pragma unroll 1
-  for (int token = threadIdx.x % 32; token < tokens; token += 32) {
-    const Id id = __ldg(static_cast<const Id*>(args.ids) + (first_token + token) * args.slots);
-    possible &= id <= 0 || id >= args.cells;
-  }
+  for (int token = lane; token < rows.tokens; token += 32) possible &= cell_of(args, rows.first_token + token, 0) <= 0;
   return __all_sync(~0u, possible);
 }
 
 // The number of cells of each token if its row is 0 .. n-1 and then empty, else -1. A warp a token.
-template <class Id>
-__device__ __forceinline__ void classify(Shared& s, const AttnArgs& args, int64_t first_token, int tokens) {
-  constexpr int kLoads = 16;
-  const int lane = threadIdx.x % 32, slots = static_cast<int>(args.slots);
-  for (int token = threadIdx.x / 32; token < tokens; token += kThreads / 32) {
-    const Id* row = static_cast<const Id*>(args.ids) + (first_token + token) * args.slots;
+__device__ __forceinline__ void classify(Shared& s, const AttnArgs& args, const Rows& rows, int warp, int lane) {
+  constexpr int kWarps = kThreads / 32, kStep = 32 * Ids::kLoads;
+  const int slots = static_cast<int>(args.slots);
+  const uint32_t cells = static_cast<uint32_t>(args.cells);
+#pragma unroll 1
+  for (int token = warp; token < rows.tokens; token += kWarps) {
     int count = 0, past = 0;  // cells, and the slot after the last of them
     bool prefix = true;
-    for (int start = 0; start < slots && __all_sync(~0u, prefix); start += 32 * kLoads) {
-      Id id[kLoads];
+#pragma unroll 1
+    for (int start = 0; start < slots && __all_sync(~0u, prefix); start += kStep) {
+      Ids ids;
+      ids.request(args, (rows.first_token + token) * args.slots + start, slots - start, lane);
 #pragma unroll
-      for (int i = 0; i < kLoads; ++i) id[i] = start + i * 32 + lane < slots ? __ldg(row + start + i * 32 + lane) : -1;
-#pragma unroll
-      for (int i = 0; i < kLoads; ++i) {
-        const int slot = start + i * 32 + lane;
-        if (id[i] < 0 || id[i] >= args.cells) continue;
-        prefix &= id[i] == slot;
+      for (int i = 0; i < Ids::kLoads; ++i) {
+        const int slot = start + lane + i * 32;
+        if (static_cast<uint32_t>(ids.id[i]) >= cells) continue;
+        prefix &= ids.id[i] == slot;
         past = slot + 1;
         ++count;
       }
@@ -82,174 +134,224 @@ __device__ __forceinline__ void classify(Shared& s, const AttnArgs& args, int64_
   }
 }
 
-// Q rows on their way: 8 consumer threads a row, 32 dims each.
+// Q rows, first as they are, where they will lie in fp16: 8 consumer threads a row, 32 dims each.
 struct Queries {
   static constexpr int kStep = kConsumers / 8;
-  uint4 raw[kRows / kStep][4];
 
-  __device__ __forceinline__ void request(const AttnArgs& args, int thread, int64_t first_token, int tokens, int group, int kv_head) {
+  static __device__ __forceinline__ uint32_t place(Shared& s, int n, int part, int j) {
+    return smem_address(&s.q[part / 2][n][((part % 2 * 4 + j) ^ (n & 7)) * 8]);
+  }
+  static __device__ __forceinline__ void request(Shared& s, const AttnArgs& args, int thread, const Rows& rows, int sides) {
+    const int part = thread % 8;
 #pragma unroll
     for (int i = 0; i < kRows / kStep; ++i) {
-      const int n = thread / 8 + i * kStep, token = n / group;
-      const int64_t head = static_cast<int64_t>(kv_head) * group + n % group;
-      const char* row = args.q.data + (first_token + token) * args.q.stride + head * args.q.head_stride + thread % 8 * 64;
+      if (i * kStep >= sides * (kRows / 2)) break;
+      const uint32_t n = thread / 8 + i * kStep;
+      const int token = n / rows.group;
+      const bool valid = token < rows.tokens;
+      const int64_t head = static_cast<int64_t>(rows.kv_head) * rows.group + n % rows.group;
+      const char* row = args.q.data + (valid ? (rows.first_token + token) * args.q.stride + head * args.q.head_stride : 0) + part * 64;
 #pragma unroll
-      for (int j = 0; j < 4; ++j) raw[i][j] = token < tokens ? load_global16(row + j * 16) : make_uint4(0, 0, 0, 0);
+      for (int j = 0; j < 4; ++j) cp_async<16>(place(s, n, part, j), row + j * 16, valid);
     }
+    cp_async_commit();
   }
 
-  // In fp16, each row times a power of two that brings its largest value into [2^7, 2^8).
-  __device__ __forceinline__ void store(Shared& s, const AttnArgs& args, int thread) const {
+  // In fp16, each row times a power of two that brings its largest value into [2^7, 2^8) (a subnormal one below that: exact as well).
+  template <bool kHalf>
+  static __device__ __forceinline__ void convert(Shared& s, const AttnArgs& args, int thread, int sides) {
+    const int part = thread % 8;
+#pragma unroll 1
+    for (int first = thread / 8; first < sides * (kRows / 2); first += 2 * kStep) {
+      uint4 raw[2][4];
 #pragma unroll
-    for (int i = 0; i < kRows / kStep; ++i) {
-      const int n = thread / 8 + i * kStep, part = thread % 8;
-      float2 value[4][4];
-      float top = 0.0f;
+      for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const uint32_t word[4] = {raw[i][j].x, raw[i][j].y, raw[i][j].z, raw[i][j].w};
+        for (int j = 0; j < 4; ++j) raw[i][j] = load_shared16(place(s, first + i * kStep, part, j));
 #pragma unroll
-        for (int k = 0; k < 4; ++k) {
-          value[j][k] = args.q_type == Float::f16 ? unpack_half2(word[k]) : unpack_bf162(word[k]);
-          top = fmaxf(top, fmaxf(fabsf(value[j][k].x), fabsf(value[j][k].y)));
+      for (int i = 0; i < 2; ++i) {
+        const int n = first + i * kStep;
+        uint32_t most = 0;  // bits of the largest magnitude
+#pragma unroll
+        for (const uint4& x : raw[i])
+          most = __vmaxu2(most, __vmaxu2(__vmaxu2(x.x & 0x7fff7fffu, x.y & 0x7fff7fffu), __vmaxu2(x.z & 0x7fff7fffu, x.w & 0x7fff7fffu)));
+        for (int offset = 1; offset < 8; offset *= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, offset));
+        most = max(most & 0xffffu, most >> 16);
+        const int exponent = static_cast<int>(max(most >> (kHalf ? 10 : 7), 1u)) - (kHalf ? 14 : 126), up = 8 - exponent;
+        // Two steps: 2^133 is no fp32 number.
+        const float half = args.sm_scale < 0 ? -power_of_two(up / 2) : power_of_two(up / 2), rest = power_of_two(up - up / 2);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const uint32_t word[4] = {raw[i][j].x, raw[i][j].y, raw[i][j].z, raw[i][j].w};
+          uint32_t pair[4];
+#pragma unroll
+          for (int k = 0; k < 4; ++k) {
+            const float2 value = kHalf ? unpack_half2(word[k]) : unpack_bf162(word[k]);
+            pair[k] = pack_half2(value.x * half * rest, value.y * half * rest);
+          }
+          store_shared16(place(s, n, part, j), pair[0], pair[1], pair[2], pair[3]);
         }
+        if (part == 0) s.exponent[n] = most < (kHalf ? 0x7c00u : 0x7f80u) ? exponent - 8 : kNotFinite;
       }
-      for (int offset = 1; offset < 8; offset *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, offset));
-      const int exponent = exponent_of(top), up = 8 - exponent;
-      const float half = args.sm_scale < 0 ? -power_of_two(up / 2) : power_of_two(up / 2), rest = power_of_two(up - up / 2);  // 2^157 is no fp32 number
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint32_t pair[4];
-#pragma unroll
-        for (int k = 0; k < 4; ++k) pair[k] = pack_half2(value[j][k].x * half * rest, value[j][k].y * half * rest);
-        *reinterpret_cast<uint4*>(&s.q[part / 2][n][((part % 2 * 4 + j) ^ (n & 7)) * 8]) = make_uint4(pair[0], pair[1], pair[2], pair[3]);
-      }
-      if (part == 0) s.exponent[n] = isfinite(top) ? exponent - 8 : kNotFinite;
     }
   }
 };
 
-// One of K and V as a producer thread brings it: half of the 16-byte pieces of one cell of each tile, every other one.
+// One of K and V as a producer thread brings it: 16 of every 64 codes of two cells of each tile.
 struct Source {
+  static constexpr int kOwn = 2, kOwnStep = kProducers / 4;  // cells of a thread
   const char *codes, *scales;
   uint32_t stride, scale_stride;
   uint32_t staged;  // this thread's first piece on its way
-  uint2 scale;      // of the tile requested last, fp16
+  uint2 scale[kOwn];  // of the tile on its way, fp16
 
   __device__ __forceinline__ Source(Shared& s, const DeviceRows& rows, const DeviceRows& scale_rows, int kv_head, int thread, int which)
-      : codes(rows.data + kv_head * rows.head_stride + thread % 2 * 16),
+      : codes(rows.data + kv_head * rows.head_stride + thread % 4 * 16),
         scales(scale_rows.data + kv_head * scale_rows.head_stride),
         stride(static_cast<uint32_t>(rows.stride)),
         scale_stride(static_cast<uint32_t>(scale_rows.stride)),
         staged(smem_address(&s.codes[which][0][thread])) {}
 
   // Only what is below a limit is read; the rest are zeros.
-  __device__ __forceinline__ void request_codes(int cell, int limit) const {
-    const char* from = offset_by(codes, cell, stride);
+  __device__ __forceinline__ void request_scales(int thread, int tile, int limit) {
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) cp_async<16>(staged + i * kProducers * 16, from + i * 32, cell < limit);
-    cp_async_commit();
+    for (int i = 0; i < kOwn; ++i) {
+      const int cell = tile * kCells + i * kOwnStep + thread / 4;
+      scale[i] = cell < limit ? __ldg(reinterpret_cast<const uint2*>(offset_by(scales, cell, scale_stride))) : make_uint2(0, 0);
+    }
   }
-  __device__ __forceinline__ void request_scales(int cell, int limit) {
-    scale = cell < limit ? __ldg(reinterpret_cast<const uint2*>(offset_by(scales, cell, scale_stride))) : make_uint2(0, 0);
+  __device__ __forceinline__ void request(int thread, int tile, int limit) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      const int cell = tile * kCells + i / 4 * kOwnStep + thread / 4;
+      cp_async<16>(staged + i * kProducers * 16, offset_by(codes, cell, stride) + i % 4 * 64, cell < limit);
+    }
+    cp_async_commit();
+    request_scales(thread, tile, limit);
+  }
+  // The first tile was requested before the number of cells was known.
+  __device__ __forceinline__ void clear_from(int thread, int limit) {
+#pragma unroll
+    for (int i = 0; i < kOwn; ++i)
+      if (i * kOwnStep + thread / 4 >= limit) scale[i] = make_uint2(0, 0);
   }
 
-  // Writes this thread's part of a tile. Odd threads take the two pieces of a group in reverse: no two of a store's eight lanes meet in a bank.
+  // Writes this thread's part of a tile. The eight lanes of a store have two neighbouring cells: no two of them meet in a bank.
   __device__ __forceinline__ void expand(int thread, uint32_t target) const {
+    const uint32_t row = target + thread / 4 * sizeof(Block), chunk = 2 * (thread % 4) ^ (thread / 4 & 7);
     constexpr int kAhead = 4;
-    const int odd = thread % 2, cell = thread / 2;
-    const uint32_t row = target + cell * sizeof(Block), swap = odd * kProducers * 16;
-    const uint32_t even_chunk = 6 * odd ^ cell % 8, odd_chunk = (4 - 2 * odd) ^ cell % 8;
     uint4 raw[kPieces];
-    const auto load = [&](int i) { raw[i] = load_shared16(i % 2 == 0 ? staged + swap + i * kProducers * 16 : staged - swap + i * kProducers * 16); };
+    const auto load = [&](int i) { raw[i] = load_shared16(staged + i * kProducers * 16); };
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) load(i);
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       if (i + kAhead < kPieces) load(i + kAhead);
-      const uint32_t word[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w}, pair = i < 4 ? scale.x : scale.y;
-      const uint32_t factor = __byte_perm(pair, pair, i % 4 < 2 ? 0x1010 : 0x3232);
+      const uint32_t word[4] = {raw[i].x, raw[i].y, raw[i].z, raw[i].w}, pair = i % 4 < 2 ? scale[i / 4].x : scale[i / 4].y;
+      const uint32_t factor = __byte_perm(pair, pair, i % 2 == 0 ? 0x1010 : 0x3232);
       uint32_t value[8];
 #pragma unroll
       for (int j = 0; j < 4; ++j) codes_in_order(word[j], value[2 * j], value[2 * j + 1]);
 #pragma unroll
       for (uint32_t& x : value) x = multiply_half2(x, factor);
-      const uint32_t to = row + i / 2 * (kCells * sizeof(Block)), chunk = i % 2 == 0 ? even_chunk : odd_chunk;
+      const uint32_t to = row + i / 4 * (kOwnStep * sizeof(Block)) + i % 4 * (kCells * sizeof(Block));
       store_shared16(to + chunk * 16, value[0], value[1], value[2], value[3]);
       store_shared16(to + (chunk ^ 1) * 16, value[4], value[5], value[6], value[7]);
     }
   }
 
   __device__ __forceinline__ bool too_large() const {
-    const uint32_t bits[4] = {scale.x & 0x7fffu, scale.x >> 16 & 0x7fffu, scale.y & 0x7fffu, scale.y >> 16 & 0x7fffu};
-    return max(max(bits[0], bits[1]), max(bits[2], bits[3])) > kLargestScale;
+    uint32_t most = 0;
+#pragma unroll
+    for (const uint2& pair : scale) most = __vmaxu2(most, __vmaxu2(pair.x & 0x7fff7fffu, pair.y & 0x7fff7fffu));
+    return max(most & 0xffffu, most >> 16) > kLargestScale;
   }
 };
 
-// The producers' part; the codes of the first tile are on their way.
+// The producers' part; the first tile is on its way.
 __device__ __forceinline__ void produce(Shared& s, Source& k, Source& v, int tiles, int cells) {
   const int thread = threadIdx.x;
-  k.request_scales(thread / 2, cells);
-  v.request_scales(thread / 2, cells);
+  k.clear_from(thread, cells), v.clear_from(thread, cells);
   for (int tile = 0; tile < tiles; ++tile) {
-    const int stage = tile % kStages, round = tile / kStages, next = (tile + 1) * kCells + thread / 2, limit = tile + 1 < tiles ? cells : 0;
+    const int stage = tile % kStages, round = tile / kStages, next = tile + 1, limit = next < tiles ? cells : 0;
     const auto hand_over = [&](Source& source, Block (&target)[kGroups][kCells], uint64_t& full, uint64_t& empty) {
       cp_async_wait<1>();
       if (round > 0) mbarrier_wait(smem_address(&empty), (round - 1) & 1);
       if (source.too_large()) s.bad = 1;
       source.expand(thread, smem_address(target));
-      fence_async_shared();
       mbarrier_arrive(smem_address(&full));
-      source.request_codes(next, limit);
-      source.request_scales(next, limit);
+      source.request(thread, next, limit);
     };
     hand_over(k, s.k[stage], s.k_full[stage], s.k_empty[stage]);
     hand_over(v, s.v[stage], s.v_full[stage], s.v_empty[stage]);
   }
 }
 
-__global__ void __launch_bounds__(kThreads, 1) dense(const AttnArgs args, uint8_t* __restrict__ status) {
+// The consumers take turns in requesting products, so that one weighs while the other multiplies.
+__device__ __forceinline__ void await_turn(int side) { asm volatile("barrier.cta.sync %0, 256;" ::"r"(4 + side) : "memory"); }
+__device__ __forceinline__ void yield_turn(int side) { asm volatile("barrier.cta.arrive %0, 256;" ::"r"(5 - side) : "memory"); }
+
+__device__ __forceinline__ void store_shared4(uint32_t smem, uint32_t x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem), "r"(x) : "memory"); }
+
+__global__ void __launch_bounds__(kThreads, 1) dense(const AttnArgs args, uint8_t* __restrict__ status, int split) {
   extern __shared__ char raw_shared[];
   Shared& s = *reinterpret_cast<Shared*>(raw_shared + (-smem_address(raw_shared) & 1023));
+  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x - kProducers;  // of the consumers
+  const Rows rows(args, split);
+  const int sides = rows.tokens * rows.group > kRows / 2 ? 2 : 1;  // consumers that have rows
   if (threadIdx.x == 0) {
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(smem_address(&s.k_full[i]), kProducers), mbarrier_init(smem_address(&s.v_full[i]), kProducers);
-      mbarrier_init(smem_address(&s.k_empty[i]), kConsumers / 32), mbarrier_init(smem_address(&s.v_empty[i]), kConsumers / 32);
+      mbarrier_init(smem_address(&s.k_empty[i]), 4 * sides), mbarrier_init(smem_address(&s.v_empty[i]), 4 * sides);
     }
     mbarrier_init_fence();
     s.bad = 0;
   }
   wait_for_dependencies();
   launch_dependents();
-  const int group = static_cast<int>(args.q_heads / args.kv_heads), per_cta = kRows / group, kv_heads = static_cast<int>(args.kv_heads);
-  const int kv_head = blockIdx.x % kv_heads, block = gridDim.x / kv_heads - 1 - blockIdx.x / kv_heads;  // the longest rows first
-  const int64_t first_token = static_cast<int64_t>(block) * per_cta;
-  const int tokens = static_cast<int>(min(static_cast<int64_t>(per_cta), args.tokens - first_token));
 
-  uint8_t* left = status + static_cast<int64_t>(block) * kv_heads + kv_head;
-  if (!(args.wide_ids ? may_be_prefixes<int64_t>(args, first_token, tokens) : may_be_prefixes<int>(args, first_token, tokens))) {  // the same in all warps
-    if (threadIdx.x == 0) *left = 1;
+  if (blockIdx.x == 0) {  // it is read 16 bytes at a time
+    const uint32_t count = 2 * (gridDim.x - split * static_cast<uint32_t>(args.kv_heads));
+    if (threadIdx.x < (-count & 15)) status[count + threadIdx.x] = 0;
+  }
+  const auto leave = [&](bool left) {
+    if (threadIdx.x != 0) return;
+    uint8_t* to = status + 2 * (static_cast<uint32_t>(rows.block) * static_cast<uint32_t>(args.kv_heads) + rows.kv_head) + rows.half;
+    to[0] = left;
+    if (rows.whole) to[1] = left;
+  };
+  if (rows.tokens == 0) return leave(false);
+  Source k_source(s, args.k, args.k_scale, rows.kv_head, threadIdx.x, 0), v_source(s, args.v, args.v_scale, rows.kv_head, threadIdx.x, 1);
+  const int any_warp = threadIdx.x / 32, any_lane = threadIdx.x % 32;
+  // With as many slots as cells nothing has to be selected: prefixes are likely, and what they need is requested at once.
+  if (args.slots < args.cells && !may_be_prefixes(args, rows, any_lane)) {  // the same in all warps
+    leave(true);
     return;
   }
-  const int warpgroup = __shfl_sync(~0u, threadIdx.x / 128, 0), thread = threadIdx.x - kProducers;  // of the consumers
-  Source k_source(s, args.k, args.k_scale, kv_head, threadIdx.x, 0), v_source(s, args.v, args.v_scale, kv_head, threadIdx.x, 1);
-  Queries queries;
   if (warpgroup == 0) {
-    k_source.request_codes(threadIdx.x / 2, static_cast<int>(args.cells));
-    v_source.request_codes(threadIdx.x / 2, static_cast<int>(args.cells));
+    k_source.request(threadIdx.x, 0, static_cast<int>(args.cells));
+    v_source.request(threadIdx.x, 0, static_cast<int>(args.cells));
   } else {
-    queries.request(args, thread, first_token, tokens, group, kv_head);
+    Queries::request(s, args, thread, rows, sides);
   }
-  if (args.wide_ids) classify<int64_t>(s, args, first_token, tokens);
-  else classify<int>(s, args, first_token, tokens);
-  __syncthreads();
+  classify(s, args, rows, any_warp, any_lane);
+  // The producers go on once all rows are counted, the consumers once Q is converted too.
+  if (warpgroup == 0) {
+    asm volatile("barrier.cta.arrive 7, 384;\nbarrier.cta.sync 1, 384;" ::: "memory");
+  } else {
+    asm volatile("barrier.cta.arrive 1, 384;" ::: "memory");
+    cp_async_wait<0>();
+    if (args.q_type == Float::f16) Queries::convert<true>(s, args, thread, sides);
+    else Queries::convert<false>(s, args, thread, sides);
+    fence_async_shared();
+    asm volatile("barrier.cta.sync 7, 384;" ::: "memory");
+  }
   int cells = 0, fewest = 1 << 30;
-  for (int t = 0; t < tokens; ++t) {
-    cells = max(cells, s.cells[t]);
-    fewest = min(fewest, s.cells[t]);
-  }
+#pragma unroll 1
+  for (int token = any_lane; token < rows.tokens; token += 32) cells = max(cells, s.cells[token]), fewest = min(fewest, s.cells[token]);
+  cells = __reduce_max_sync(~0u, cells), fewest = __reduce_min_sync(~0u, fewest);
   if (fewest < 0) {
-    if (threadIdx.x == 0) *left = 1;
+    leave(true);
     cp_async_wait<0>();
     return;
   }
@@ -258,26 +360,26 @@ __global__ void __launch_bounds__(kThreads, 1) dense(const AttnArgs args, uint8_
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
     produce(s, k_source, v_source, tiles, cells);
     cp_async_wait<0>();
+    asm volatile("barrier.cta.sync 6, 128;" ::: "memory");
+    leave(s.bad != 0);  // then what the consumers write is written again
     return;
   }
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
   const int side = warpgroup - 1, warp = __shfl_sync(~0u, thread / 32 % 4, 0), lane = thread % 32, r = lane / 4, c = lane % 4;
-  queries.store(s, args, thread);
-  fence_async_shared();
-  asm volatile("barrier.cta.sync 1, 256;" ::: "memory");
+  if (side >= sides) return;
 
   const int first_row = side * 64 + warp * 16 + r;  // this lane's rows: it and the eighth after it
   int limit[2];
   float factor[2], top[2] = {kLowest, kLowest}, sum[2] = {};
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    const int n = first_row + 8 * h;
-    limit[h] = n / group < tokens ? s.cells[n / group] : 0;
+    const uint32_t n = first_row + 8 * h;
+    limit[h] = static_cast<int>(n / rows.group) < rows.tokens ? s.cells[n / rows.group] : 0;
     factor[h] = s.exponent[n] == kNotFinite ? __int_as_float(0x7fc00000) : score_factor(args.sm_scale, s.exponent[n]);
   }
-  const uint64_t q = swizzled_descriptor(smem_address(s.q[0][side * 64])), k = swizzled_descriptor(smem_address(s.k)),
-                 v = swizzled_mn_descriptor(smem_address(s.v), kCells * sizeof(Block));
-  constexpr int kStageStep = kGroups * kCells * sizeof(Block) / 16;
+  const uint32_t q = wgmma_descriptor_low(smem_address(s.q[0][side * 64])), k = wgmma_descriptor_low(smem_address(s.k)),
+                 v = swizzled_mn_descriptor_low(smem_address(s.v), kCells * sizeof(Block));
+  constexpr uint32_t kStageStep = kGroups * kCells * sizeof(Block) / 16;
   float out[kDim / 2], score[kCells / 2];  // [4 b + i]: row r + 8 (i >> 1), column 8 b + 2 c + (i & 1)
   uint32_t p[kCells / 16][4];
 #pragma unroll
@@ -285,21 +387,24 @@ __global__ void __launch_bounds__(kThreads, 1) dense(const AttnArgs args, uint8_
 
   const auto multiply_keys = [&](int tile) {
     const int stage = tile % kStages;
-    mbarrier_wait(smem_address(&s.k_full[stage]), tile / kStages & 1);
-    wgmma_fence();
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step)
-      wgmma_fp16_shared(score, q + step / 4 * (kRows * sizeof(Block) / 16) + step % 4 * 2,
-                        k + stage * kStageStep + step / 4 * (kCells * sizeof(Block) / 16) + step % 4 * 2, step > 0);
+      wgmma_fp16_shared(score, q + step / 4 * static_cast<uint32_t>(kRows * sizeof(Block) / 16) + step % 4 * 2,
+                        k + stage * kStageStep + step / 4 * static_cast<uint32_t>(kCells * sizeof(Block) / 16) + step % 4 * 2, step > 0);
     wgmma_commit();
   };
   const auto add_values = [&](int tile) {
     const int stage = tile % kStages;
-    mbarrier_wait(smem_address(&s.v_full[stage]), tile / kStages & 1);
-    wgmma_fence();
 #pragma unroll
-    for (int step = 0; step < kCells / 16; ++step) wgmma_fp16_mn(out, p[step], v + stage * kStageStep + step * (16 * sizeof(Block) / 16));
+    for (int step = 0; step < kCells / 16; ++step) wgmma_fp16_mn(out, p[step], v + stage * kStageStep + step * static_cast<uint32_t>(sizeof(Block)));
     wgmma_commit();
+  };
+  // What the producers have written is there, for the tensor cores too: here the fence has no loads to wait for.
+  const auto await_tiles = [&](int key_tile, int value_tile) {
+    if (key_tile < tiles) mbarrier_wait(smem_address(&s.k_full[key_tile % kStages]), key_tile / kStages & 1);
+    if (value_tile >= 0) mbarrier_wait(smem_address(&s.v_full[value_tile % kStages]), value_tile / kStages & 1);
+    fence_async_shared();
+    wgmma_fence();
   };
   const auto release = [&](uint64_t& empty) {
     if (lane == 0) mbarrier_arrive(smem_address(&empty));
@@ -338,14 +443,19 @@ __global__ void __launch_bounds__(kThreads, 1) dense(const AttnArgs args, uint8_
   };
 
   if (tiles > 0) {
+    await_tiles(0, -1);
     multiply_keys(0);
     wgmma_wait<0>();
     release(s.k_empty[0]);
     weigh(0);
     pack();
+    if (side == 1 && tiles > 1) asm volatile("barrier.cta.arrive 4, 256;" ::: "memory");  // the first turn is the other's
     for (int tile = 1; tile < tiles; ++tile) {
+      if (sides == 2) await_turn(side);
+      await_tiles(tile, tile - 1);
       multiply_keys(tile);
       add_values(tile - 1);
+      if (sides == 2 && (side == 0 || tile + 1 < tiles)) yield_turn(side);
       wgmma_wait<1>();
       release(s.k_empty[tile % kStages]);
       const bool move = weigh(tile);
@@ -357,41 +467,76 @@ __global__ void __launch_bounds__(kThreads, 1) dense(const AttnArgs args, uint8_
       }
       pack();
     }
+    await_tiles(tiles, tiles - 1);
     add_values(tiles - 1);
     wgmma_wait<0>();
   }
-  const bool bad = s.bad != 0;
-  if (thread == 0) *left = bad;
-  if (bad) return;
-  // Through shared memory, where this warp's rows of Q were, 128 dims at a time: [32 dims][row][dim], 16-byte chunk ^ 2 (row & 3).
-  asm volatile("barrier.cta.sync %0, 128;" ::"r"(2 + side) : "memory");
-  const int first = side * 64 + warp * 16;
-  const auto staged = [&](int row, int chunk) { return reinterpret_cast<float*>(s.q[chunk / 8][first + row]) + (chunk % 8 ^ (row & 3) << 1) * 4; };
+
+  // By way of this warp's rows of Q, so that a warp stores whole rows.
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
     for (int offset = 1; offset < 4; offset *= 2) sum[h] += __shfl_xor_sync(~0u, sum[h], offset);
     sum[h] = __frcp_rn(sum[h]);
   }
+  const uint32_t first = side * 64 + warp * 16;
+  const int64_t first_head = static_cast<int64_t>(rows.kv_head) * rows.group;
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    __syncwarp();
+  for (int h = 0; h < 2; ++h) {
+    if (limit[h] == 0) {
 #pragma unroll
-    for (int b = 0; b < kDim / 16; ++b)
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float* x = &out[half * (kDim / 4) + 4 * b + 2 * h];
-        *reinterpret_cast<float2*>(staged(r + 8 * h, 2 * b + c / 2) + c % 2 * 2) = limit[h] == 0 ? float2{} : make_float2(x[0] * sum[h], x[1] * sum[h]);
-      }
-    __syncwarp();
-    int own = first / group, head = first % group;  // of the row, in this CTA
-#pragma unroll 4
-    for (int row = 0; row < 16 && own < tokens; ++row) {
-      const int64_t token = first_token + own, q_head = kv_head * group + head;
-      const int dim = half * (kDim / 2) + lane * 4;
-      const char* gate = args.gate.data == nullptr || s.cells[own] == 0 ? nullptr : args.gate.data + token * args.gate.stride + q_head * args.gate.head_stride;
-      store_four(args, (token * args.q_heads + q_head) * kDim + dim, *reinterpret_cast<const float4*>(staged(row, lane)), gate, dim);
-      if (++head == group) head = 0, ++own;
+      for (int b = 0; b < kDim / 8; ++b) out[4 * b + 2 * h] = out[4 * b + 2 * h + 1] = 0.0f;
+      continue;
     }
+#pragma unroll
+    for (int b = 0; b < kDim / 8; ++b) out[4 * b + 2 * h] *= sum[h], out[4 * b + 2 * h + 1] *= sum[h];
+    if (args.gate.data == nullptr) continue;
+    const uint32_t n = first + r + 8 * h;
+    const int64_t token = rows.first_token + n / rows.group, q_head = first_head + n % rows.group;
+    const char* gate = args.gate.data + token * args.gate.stride + q_head * args.gate.head_stride;
+    const auto multiply_gate = [&](const auto& pair_of) {
+#pragma unroll
+      for (int b = 0; b < kDim / 8; ++b) {
+        const float2 g = pair_of(8 * b + 2 * c);
+        out[4 * b + 2 * h] *= sigmoid(g.x), out[4 * b + 2 * h + 1] *= sigmoid(g.y);
+      }
+    };
+    if (args.gate_type == Float::f32) {
+      multiply_gate([&](int dim) { return __ldg(reinterpret_cast<const float2*>(gate + dim * 4)); });
+    } else {
+      multiply_gate([&](int dim) {
+        const uint32_t pair = __ldg(reinterpret_cast<const uint32_t*>(gate + dim * 2));
+        return args.gate_type == Float::f16 ? unpack_half2(pair) : unpack_bf162(pair);
+      });
+    }
+  }
+  asm volatile("barrier.cta.sync %0, 128;" ::"r"(2 + side) : "memory");  // all products of this side have read Q
+  const auto place = [&](int row, int chunk) { return smem_address(&s.q[chunk / 8][first + row][(chunk % 8 ^ (row & 7)) * 8]); };
+  const auto stage = [&](const auto& pair_of) {
+#pragma unroll
+    for (int b = 0; b < kDim / 8; ++b)
+#pragma unroll
+      for (int h = 0; h < 2; ++h)
+        store_shared4(place(r + 8 * h, b) + c * 4, pair_of(out[4 * b + 2 * h], out[4 * b + 2 * h + 1]));
+  };
+  if (args.out_type == Float::f16) {
+    stage([](float x, float y) { return pack_half2(x, y); });
+  } else {
+    stage([](float x, float y) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
+      return *reinterpret_cast<const uint32_t*>(&pair);
+    });
+  }
+  __syncwarp();
+  int own = first / rows.group;
+  uint32_t head = first % rows.group;  // of the row, in this CTA
+  char* to = static_cast<char*>(args.out) + ((rows.first_token + own) * args.q_heads + first_head + head) * (kDim * 2) + lane * 16;
+  const int64_t to_next_token = (args.q_heads - rows.group) * (kDim * 2);
+#pragma unroll 4
+  for (int row = 0; row < 16; ++row) {
+    const uint4 x = load_shared16(place(row, lane));
+    if (own < rows.tokens) *reinterpret_cast<uint4*>(to) = x;
+    to += kDim * 2;
+    if (++head == rows.group) head = 0, ++own, to += to_next_token;
   }
 }
 
@@ -399,13 +544,21 @@ __global__ void __launch_bounds__(kThreads, 1) dense(const AttnArgs args, uint8_
 
 int64_t dense_tokens(const AttnArgs& args) { return kRows / (args.q_heads / args.kv_heads); }
 int64_t dense_blocks(const AttnArgs& args) { return (args.tokens + dense_tokens(args) - 1) / dense_tokens(args); }
+int64_t dense_status_heads(const AttnArgs& args) { return 2 * args.kv_heads; }
 
 bool dense_fits(const AttnArgs& args) {
   return args.dim == kDim && args.q_heads / args.kv_heads <= kRows && args.q_type != Float::f32 && dense_blocks(args) <= kMaxStatusBlocks;
 }
 
 cudaError_t launch_dense(const AttnArgs& args, uint8_t* status, cudaStream_t stream) {
-  return launch_overlapped(dense, static_cast<unsigned>(dense_blocks(args) * args.kv_heads), kThreads, sizeof(Shared) + 1024, stream, args, status);
+  int multiprocessors = 0;
+  if (const cudaError_t error = processors(&multiprocessors); error != cudaSuccess) return error;
+  // The blocks of the longest rows are halved while multiprocessors are idle.
+  const int64_t blocks = dense_blocks(args), idle = multiprocessors / args.kv_heads - blocks;
+  const bool even = dense_tokens(args) == 2 * (kRows / 2 / (args.q_heads / args.kv_heads));
+  const int64_t split = even ? std::clamp<int64_t>(idle, 0, blocks) : 0;
+  return launch_overlapped(dense, static_cast<unsigned>((blocks + split) * args.kv_heads), kThreads, sizeof(Shared) + 1024, stream, args, status,
+                           static_cast<int>(split));
 }
 
 }  // namespace mori::qsa

@@ -67,8 +67,10 @@ __device__ __forceinline__ int exponent_of(float top) {
 // What multiplies a score of a query row that was scaled by 2^-exponent, in units of log2: finite and not 0, so that it takes the
 // -inf of an empty slot to -inf, whatever the row's magnitude.
 __device__ __forceinline__ float score_factor(double sm_scale, int exponent) {
-  const double factor = ldexp(fabs(sm_scale) * 1.4426950408889634, exponent);
-  return static_cast<float>(fmax(fmin(factor, 3.0e38), 1.0e-37));
+  const double factor = fabs(sm_scale) * 1.4426950408889634;
+  const int high = __double2hiint(factor), power = min(max((high >> 20) - 1023 + exponent, -126), 127);  // factor's 2^.., without fp64's slow ldexp
+  const float mantissa = static_cast<float>(__hiloint2double((high & 0xfffff) | 1023 << 20, __double2loint(factor)));
+  return fmaxf(fminf(mantissa * power_of_two(power), 3.0e38f), 1.0e-37f);
 }
 
 }  // namespace mori::qsa

@@ -20,7 +20,9 @@ __global__ void __launch_bounds__(kWarps * 32) merge_parts(const AttnArgs args, 
   constexpr int kPairs = kDim / 64;  // of neighbouring dims, of a lane
   wait_for_dependencies();
   launch_dependents();
-  const Parts plan_parts(plan.status == nullptr ? plan.units : __ldcg(plan.units_left), plan.most_workers);
+  const int units = plan.status == nullptr ? plan.units : __ldcg(plan.units_left);
+  if (units == 0) return;
+  const Parts plan_parts(units, plan.most_workers);
   const int boundary = blockIdx.x + 1;
   if (boundary >= plan_parts.workers) return;
   const int item = plan_parts.begin(boundary) / plan.rounds, item_begin = item * plan.rounds, previous = plan_parts.begin(boundary - 1);

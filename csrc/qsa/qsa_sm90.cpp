@@ -110,7 +110,7 @@ void run_simple(const AttnArgs& args, const Tensor& like, cudaStream_t stream) {
 }
 
 void run_tensor(const AttnArgs& args, bool try_dense, const Tensor& like, cudaStream_t stream) {
-  const int64_t status_bytes = try_dense ? (dense_blocks(args) * args.kv_heads + 15) / 16 * 16 : 0;
+  const int64_t status_bytes = try_dense ? (dense_blocks(args) * dense_status_heads(args) + 15) / 16 * 16 : 0;
   const Tensor scratch = torch::stable::new_empty(like, Sizes{status_bytes + sparse_workspace_bytes(args)}, ScalarType::Byte);
   uint8_t* status = static_cast<uint8_t*>(scratch.mutable_data_ptr());
   if (try_dense) cuda::check_launch("qsa_flash", launch_dense(args, status, stream));

@@ -53,11 +53,12 @@ bool cluster_fits(const AttnArgs& args);
 cudaError_t launch_cluster(const AttnArgs& args, cudaStream_t stream);
 
 // Tensor cores, int8 KV, for arguments that fit both (qsa_dense_sm90.cu): computes the blocks of dense_tokens(args) tokens whose cells are
-// 0 .. n-1. Writes status[block * kv_heads + kv_head]: 0 for what it has computed, 1 for what it leaves.
+// 0 .. n-1. Writes status[block * dense_status_heads(args) + i]: all 0 for a block that it has computed. It is read 16 bytes at a time.
 constexpr int kMaxStatusBlocks = 1 << 15;
 bool dense_fits(const AttnArgs& args);
 int64_t dense_tokens(const AttnArgs& args);
 int64_t dense_blocks(const AttnArgs& args);
+int64_t dense_status_heads(const AttnArgs& args);
 cudaError_t launch_dense(const AttnArgs& args, uint8_t* status, cudaStream_t stream);
 
 cudaError_t launch_kv_quantize(const void* x, Float type, int8_t* codes, void* scale, int64_t groups, cudaStream_t stream);

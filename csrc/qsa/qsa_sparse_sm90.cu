@@ -70,6 +70,17 @@ __device__ __forceinline__ bool is_left(const Plan& plan, int block) {
   return left;
 }
 
+// Whether any is, the same in all warps: at once, for it may be all that there is to do.
+__device__ __forceinline__ bool any_left(const Plan& plan) {
+  uint32_t bits = 0;
+#pragma unroll 1
+  for (int i = threadIdx.x % 32; i < (plan.blocks * plan.status_heads + 15) / 16; i += 32) {
+    const uint4 all = __ldcg(reinterpret_cast<const uint4*>(plan.status) + i);
+    bits |= all.x | all.y | all.z | all.w;
+  }
+  return __any_sync(~0u, bits != 0);
+}
+
 __device__ __forceinline__ void warpgroup_sync(int id) { asm volatile("barrier.cta.sync %0, 128;" ::"r"(id) : "memory"); }
 __device__ __forceinline__ bool warpgroup_any(int id, bool value) {
   uint32_t any;
@@ -242,6 +253,10 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
   extern __shared__ char shared[];
   wait_for_dependencies();
   launch_dependents();
+  if (plan.status != nullptr && !any_left(plan)) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) *plan.units_left = 0;
+    return;
+  }
   const int warp8 = __shfl_sync(~0u, threadIdx.x / 32, 0), side = warp8 / 4;  // uniform: descriptors stay in uniform registers
   char* base = shared + (-smem_address(shared) & 1023) + side * L::kBytes;  // keeps the address space: no generic loads
   const int thread = threadIdx.x % 128, lane = thread % 32;
@@ -263,7 +278,6 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
     units = tokens * plan.pairs * plan.rounds;
     if (blockIdx.x == 0 && threadIdx.x == 0) *plan.units_left = units;
   }
-  if (units == 0) return;
   const Parts parts(units, plan.most_workers);
   const int begin = parts.begin(min(worker, parts.workers - 1)), count = parts.begin(worker + 1) - begin;
   const int rounds = plan.rounds, group = static_cast<int>(args.q_heads / args.kv_heads);
@@ -548,7 +562,7 @@ Plan make_plan(const AttnArgs& args, void* workspace, const uint8_t* status) {
   if (status != nullptr) {
     plan.block = static_cast<int>(dense_tokens(args));
     plan.blocks = static_cast<int>(dense_blocks(args));
-    plan.status_heads = static_cast<int>(args.kv_heads);
+    plan.status_heads = static_cast<int>(dense_status_heads(args));
   }
   return plan;
 }

@@ -9,10 +9,9 @@ namespace mori::qsa {
 __device__ __forceinline__ uint64_t swizzled_descriptor(uint32_t smem) {
   return static_cast<uint64_t>((smem & 0x3ffff) >> 4) | 1ull << 16 | 64ull << 32 | 1ull << 62;
 }
-// The same for a tile whose rows of 128 bytes run along N: `lead` bytes between neighbouring blocks of 64 columns. +128 is 16 of K.
-__device__ __forceinline__ uint64_t swizzled_mn_descriptor(uint32_t smem, uint32_t lead) {
-  return static_cast<uint64_t>((smem & 0x3ffff) >> 4) | static_cast<uint64_t>(lead >> 4) << 16 | 64ull << 32 | 1ull << 62;
-}
+// The low word of the same for a tile whose rows of 128 bytes run along N: `lead` bytes between neighbouring blocks of 64 columns. +128 is
+// 16 of K. The high word is kDescriptorHigh.
+__device__ __forceinline__ uint32_t swizzled_mn_descriptor_low(uint32_t smem, uint32_t lead) { return (smem & 0x3ffff) >> 4 | lead >> 4 << 16; }
 // Descriptor of 8 x 8 core matrices of 16-bit values (8 rows of 16 bytes, dense) without swizzle; the bytes between neighbours along
 // K (lead) and along N (stride).
 __device__ __forceinline__ uint64_t core_descriptor(uint32_t smem, uint32_t lead, uint32_t stride) {
@@ -32,17 +31,20 @@ __device__ __forceinline__ void wgmma_fp16_mn(float (&d)[8], const uint32_t (&a)
                : MORI_D8("+f", d, 0)
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
-__device__ __forceinline__ void wgmma_fp16_mn(float (&d)[128], const uint32_t (&a)[4], uint64_t b) {
-  asm volatile("wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" MORI_R32 ", " MORI_R64 ", " MORI_R96 ", " MORI_R128 "}, "
-               "{%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
+// Descriptors by their low words: the other one is a constant, so that they take half of the registers.
+__device__ __forceinline__ void wgmma_fp16_mn(float (&d)[128], const uint32_t (&a)[4], uint32_t b_low) {
+  asm volatile("{\n.reg .b64 b;\nmov.b64 b, {%132, %133};\n"
+               "wgmma.mma_async.sync.aligned.m64n256k16.f32.f16.f16 {" MORI_R32 ", " MORI_R64 ", " MORI_R96 ", " MORI_R128 "}, "
+               "{%128, %129, %130, %131}, b, 1, 1, 1, 1;\n}\n"
                : MORI_D32(d, 0), MORI_D32(d, 32), MORI_D32(d, 64), MORI_D32(d, 96)
-               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b_low), "n"(sm90::kDescriptorHigh));
 }
 // d[64 x 64] += a[64 x 16] b[16 x 64] in fp16, both in shared memory with K contiguous. `accumulate` false overwrites d.
-__device__ __forceinline__ void wgmma_fp16_shared(float (&d)[32], uint64_t a, uint64_t b, bool accumulate) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" MORI_R32 "}, %32, %33, p, 1, 1, 0, 0;\n}\n"
+__device__ __forceinline__ void wgmma_fp16_shared(float (&d)[32], uint32_t a_low, uint32_t b_low, bool accumulate) {
+  asm volatile("{\n.reg .pred p;\n.reg .b64 a, b;\nmov.b64 a, {%32, %35};\nmov.b64 b, {%33, %35};\nsetp.ne.b32 p, %34, 0;\n"
+               "wgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" MORI_R32 "}, a, b, p, 1, 1, 0, 0;\n}\n"
                : MORI_D32(d, 0)
-               : "l"(a), "l"(b), "r"(static_cast<int>(accumulate)));
+               : "r"(a_low), "r"(b_low), "r"(static_cast<int>(accumulate)), "n"(sm90::kDescriptorHigh));
 }
 // d[64 x N] += a[64 x 32] b[32 x N] in int8, exact, both with K contiguous: N = 2 * (ints of d). `accumulate` false overwrites d.
 __device__ __forceinline__ void wgmma_s8(int (&d)[12], uint64_t a, uint64_t b, bool accumulate) {

@@ -1,4 +1,4 @@
-// y[t, n] = sum_k W[n, k] * xn[t, k] for a Q8_0 weight, in one launch (contract: gr.h); made for verify windows of 1 to 8 tokens.
+// y[t, n] = sum_k W[n, k] * xn[t, k] for a Q8_0 weight, in one launch (contract: gr.h): verify windows of 1 to 8 tokens, and any K.
 //
 // cluster: tensor cores. A cluster of 8 CTAs owns 48 weight rows and splits K; each of the 10 warps of a CTA owns two pairs of blocks
 //   (a pair is 68 bytes of a row). m16n8k16 takes 8 tokens at one price, so 1 token costs what 8 do; more go 8 by 8, each group with its own
@@ -9,24 +9,21 @@
 //   group and it also sums the squares: each group's result is scaled by 1/rms at the end.
 //   The weights (and the norm's) are read and decoded before griddepcontrol.wait, so they overlap the previous kernel, which must
 //   not write them: 56 CTAs of one per SM leave room for the next launch to do the same. What is left is latency: x from L2, a chain of
-//   products, sums across warps and CTAs; launched alone (7.5 us, H200), the weights' way from memory to 56 SMs too. Tried and lost
-//   (2026-11-30): 16, 32 or 64 rows (x from L2, or SMs with two CTAs), one owner for all rows, every warp's sums straight to the owner,
-//   20 warps, one chain for hi and lo, the next launch later than at the start.
+//   products, sums across warps and CTAs; launched alone (6.2 us, H200; 3.6 when it only fetches weights and x), the weights' way from
+//   memory to 56 SMs too. Tried and lost (2026-11-30): 16, 32 or 64 rows (x from L2, or SMs with two CTAs), one owner for all rows, every
+//   warp's sums straight to the owner, 20 warps, one chain for hi and lo, the next launch later than at the start, groups of 8 tokens one
+//   after another in a CTA that keeps the decoded weights (7.4 us at 32 tokens instead of 9.2 by tiles, but slower with a norm).
 // rows: one warp per weight row, any K, one token after another; plain fp32.
-#include <type_traits>
+#include "gr_down_sm90.cuh"
 
 #include "../common/launch_sm90.cuh"
-#include "../common/sm90.cuh"
 #include "../common/tma_sm90.cuh"
-#include "gr_sm90.h"
 
 namespace mori::gr {
 namespace {
 
 using namespace sm90;
 
-constexpr int kBlock = 32, kBlockBytes = 34;
-constexpr int kPairBytes = 2 * kBlockBytes, kPairK = 2 * kBlock;  // two blocks start at a multiple of 4 bytes
 constexpr int kTokens = 8;  // columns of an MMA
 constexpr int kRowTiles = 3, kRows = 16 * kRowTiles;
 constexpr int kSplits = 8;  // CTAs of a cluster, along K
@@ -34,53 +31,9 @@ constexpr int kWarps = 10, kThreads = kWarps * 32;
 constexpr int kPairs = 2, kBlocks = 2 * kPairs;  // of a warp
 constexpr int kStepK = 4 * kSplits * kPairK;     // 2048: a CTA's part of a row starts and ends at multiples of 16 bytes
 constexpr int kMaxK = kSplits * kWarps * kPairs * kPairK;                   // 10240
-constexpr int kPitch = kWarps * kPairs * kPairBytes + 16;                   // of a staged row
+constexpr int kPitch = kWarps * kPairs * kPairBytes;  // of a staged row: 8 rows x 4 words fall into different banks
 constexpr int kVectors = kRows * kTokens / 4, kOwned = kVectors / kSplits;  // float4 of a CTA's sums, and of its share of the results
 constexpr int kHc = 4, kGroupSplits = kSplits / kHc;                        // the norm's groups
-
-// kCount consecutive values, past the L1 cache: x may have changed since the kernel started.
-template <class T, int kCount>
-struct Values {
-  static constexpr int kBytes = sizeof(T) * kCount, kLoad = kBytes < 16 ? 8 : 16;
-  alignas(kLoad) T raw[kCount];
-
-  __device__ __forceinline__ void load(const T* p) {
-    using Load = std::conditional_t<kLoad == 16, uint4, uint2>;
-#pragma unroll
-    for (int i = 0; i < kBytes / kLoad; ++i) reinterpret_cast<Load*>(raw)[i] = __ldcg(reinterpret_cast<const Load*>(p) + i);
-  }
-  __device__ __forceinline__ float operator[](int i) const { return sm90::to_float(raw[i]); }
-};
-
-// Whether fp32 holds a sum of squares well enough for 1 / rms.
-__device__ __forceinline__ bool in_range(float squares, float eps) {
-  constexpr float kMost = 1e38f, kLeast = 1e-30f;
-  return squares < kMost && (squares > kLeast || eps > kLeast);
-}
-
-// 1 / rms from the values themselves, for sums of squares that fp32 cannot hold.
-template <class X>
-__device__ __noinline__ float inverse_rms_in_double(const X* group, int64_t size, float eps) {
-  double sum = 0;
-  for (int64_t i = 0; i < size; ++i) sum += static_cast<double>(sm90::to_float(group[i])) * sm90::to_float(group[i]);
-  return static_cast<float>(rsqrt(sum / size + eps));
-}
-
-// The sum of a row's groups, each times its 1 / rms; `x` is the row, `size` a group's.
-template <int kGroups, class X>
-__device__ __forceinline__ float normed_sum(const float (&sum)[kGroups], const float (&squares)[kGroups], const X* x, int64_t size, float eps) {
-  bool ordinary = true;
-  float y = 0.f;
-#pragma unroll
-  for (int i = 0; i < kGroups; ++i) {
-    ordinary &= in_range(squares[i], eps);
-    y = fmaf(sum[i], rsqrtf(squares[i] / static_cast<float>(size) + eps), y);
-  }
-  if (ordinary) return y;
-  y = 0.f;
-  for (int i = 0; i < kGroups; ++i) y = fmaf(sum[i], inverse_rms_in_double(x + i * size, size, eps), y);
-  return y;
-}
 
 // Shared memory of a CTA. `part` and `squares` are written by all CTAs of the cluster.
 struct Shared {
@@ -233,13 +186,13 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kSplits, 1, 1) d
       const PairRows& w = rows[m][p];
 #pragma unroll
       for (int b = 0; b < 2; ++b) {
-        float high[4], low[4] = {};
+        float high[4], low[4];
         mma_m16n8k16_fp16_first(high, w.a[b][0], xs[b].high[0][0], xs[b].high[0][1]);
         if (kLow) mma_m16n8k16_fp16_first(low, w.a[b][0], xs[b].low[0][0], xs[b].low[0][1]);
         mma_m16n8k16_fp16(high, w.a[b][1], xs[b].high[1][0], xs[b].high[1][1]);
         if (kLow) mma_m16n8k16_fp16(low, w.a[b][1], xs[b].low[1][0], xs[b].low[1][1]);
 #pragma unroll
-        for (int i = 0; i < 4; ++i) sum[m][i] = fmaf(high[i] + low[i], w.d[b][i / 2], sum[m][i]);
+        for (int i = 0; i < 4; ++i) sum[m][i] = fmaf(kLow ? high[i] + low[i] : high[i], w.d[b][i / 2], sum[m][i]);
       }
     }
   }
@@ -324,15 +277,6 @@ __global__ void __launch_bounds__(256) down_rows(const DownArgs args) {
     }
     if (lane == 0) args.y[token * args.n + row] = y;
   }
-}
-
-// Calls launch(x element, norm element, has norm) with the types behind the void pointers.
-template <class Launch>
-cudaError_t for_types(const DownArgs& args, Launch launch) {
-  return sm90::with_float(args.x_type, [&](auto x) {
-    if (args.norm_weight == nullptr) return launch(x, float{}, std::false_type{});
-    return sm90::with_float(args.norm_type, [&](auto norm) { return launch(x, norm, std::true_type{}); });
-  });
 }
 
 }  // namespace

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(not HAS_CUDA, reason="no CUDA device or no CUDA 
 N, K, HC = cases.GR_N, cases.GR_K, cases.GR_HC
 NORM_TYPES = (None, *cases.DTYPES)
 # Full and partial groups of 8 tokens, a few and many.
-WINDOWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 63, 64, 65, 128, 129, 256, 300, 512, 600, 1100)
+WINDOWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 24, 25, 63, 64, 65, 128, 129, 256, 300, 512, 600, 1100)
 
 
 def random_rows(ntok: int, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -50,7 +50,7 @@ def check(x: Tensor, w: Tensor, **options: Any) -> Tensor:
     result = mori_ops.gr_down(x, w, **options)
     cases.assert_close(result, reference.gr_down(x, w, **options))
     out = torch.full_like(result, torch.nan)
-    mori_ops.gr_down.out(x, w, out=out, **options)
+    torch.ops.mori.gr_down.out(x, w, out=out, **options)
     assert torch.equal(out, result)
     return result
 
@@ -65,14 +65,14 @@ def test_every_route_matches_float64(dtype: torch.dtype, norm_type: torch.dtype 
 
 @pytest.mark.parametrize("norm_type", [None, torch.bfloat16], ids=str)
 def test_a_row_keeps_its_bits_in_every_window_of_its_route(norm_type: torch.dtype | None) -> None:
-    x, w, options = random_rows(70, K), random_weight(N, K), norm_options(K, HC, norm_type)
+    x, w, options = random_rows(1200, K), random_weight(N, K), norm_options(K, HC, norm_type)
     of_route: dict[str, Tensor] = {}
-    for ntok in range(70, 0, -1):
+    for ntok in (1200, 641, 640, 500, 321, 320, 200, 129, 128, 100, *range(70, 0, -1)):
         result = check(x[:ntok], w, **options)
         longest = of_route.setdefault(route(ntok), result)
         assert torch.equal(result, longest[:ntok]), ntok
     assert len({route(ntok) for ntok in range(1, 9)}) == 1
-    for ntok, start in ((1, 5), (3, 9), (8, 20)):  # at another place among other rows
+    for ntok, start in ((1, 5), (3, 9), (8, 13)):  # at another place among other rows
         assert torch.equal(mori_ops.gr_down(x[start : start + ntok], w, **options), of_route[route(ntok)][start : start + ntok])
 
 
@@ -148,5 +148,7 @@ def test_extreme_codes_and_scales_are_exact(ntok: int) -> None:
 
 
 def test_routes_say_which_kernel_runs() -> None:
-    assert [route(ntok) for ntok in (1, 8, 1024)] == ["cluster"] * 3
-    assert route(1, k=96) == "rows"
+    tokens = (1, 24, 25, 64, 65, 128, 320, 640, 1024)
+    routes = ["cluster"] * 2 + ["tiles_256"] * 2 + ["tiles_512"] * 2 + ["tiles_768", "tiles_1280", "tiles_2560"]
+    assert [route(ntok) for ntok in tokens] == routes
+    assert route(1, k=1280) == route(24, k=20480) == "tiles_256" and route(1, k=96) == "rows"

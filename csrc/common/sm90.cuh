@@ -86,6 +86,14 @@ __device__ __forceinline__ uint32_t pack_half2(float low, float high) {
 }
 __device__ __forceinline__ float2 unpack_half2(uint32_t pair) { return __half22float2(*reinterpret_cast<const __half2*>(&pair)); }
 
+// The two int8 of the low half of `word` as bf16, exact: 128 + the low 7 bits - 128 or 256. The upper half is 0, `upper` is kBf16Upper.
+constexpr uint32_t kBf16Upper = 0x43434343;
+__device__ __forceinline__ uint32_t int8_pair_to_bf162(uint32_t word, uint32_t upper) {
+  const uint32_t low = __byte_perm(word & 0x7f7fu, upper, 0x4140), bias = __byte_perm(word & 0x8080u, upper, 0x4140);
+  const __nv_bfloat162 value = __hsub2(*reinterpret_cast<const __nv_bfloat162*>(&low), *reinterpret_cast<const __nv_bfloat162*>(&bias));
+  return *reinterpret_cast<const uint32_t*>(&value);
+}
+
 // Two of the four int8 of `word` as fp16, exact: bytes 0 and 2 (low) or 1 and 3 (high). 0x6400 is 1024, whose ulp is 1.
 __device__ __forceinline__ uint32_t int8_pair_to_half2(uint32_t word) {
   const uint32_t biased = (word & 0x00ff00ffu) ^ 0x64806480u;  // 1024 + 128 + code

@@ -1,4 +1,4 @@
-// wgmma for sm_90a: D[64 x N] += A[64 x 16] B[N x 16]^T, bf16 operands, fp32 sums; A in registers, B in shared memory (K-major).
+// wgmma for sm_90a: D[64 x N] += A[64 x 16] B[N x 16]^T, bf16 or fp16 operands, fp32 sums; A in registers, B in shared memory (K-major).
 #pragma once
 
 #include <cstdint>
@@ -60,6 +60,14 @@ MORI_WGMMA(256, MORI_R0 ", " MORI_R32 ", " MORI_R48 ", " MORI_R64 ", " MORI_R88 
            MORI_D64(0), MORI_D64(64))
 
 #undef MORI_WGMMA
+
+__device__ __forceinline__ void wgmma_fp16(float (&d)[32], const uint32_t* a, uint32_t b, bool accumulate) {
+  asm volatile("{\n.reg .pred p;\n.reg .b64 b;\nmov.b64 b, {%36, %38};\nsetp.ne.b32 p, %37, 0;\nwgmma.mma_async.sync.aligned.m64n64k16.f32.f16.f16 {" MORI_R0 "}, "
+               "{%32, %33, %34, %35}, b, p, 1, 1, 0;\n}\n"
+               : MORI_D32(0)
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(static_cast<int>(accumulate)), "n"(kDescriptorHigh));
+}
+
 #undef MORI_D8
 #undef MORI_D16
 #undef MORI_D32

@@ -1,5 +1,7 @@
-// CUDA backend of the Q8_0 operators: route table, launches, registration. The kernels are in gr_down_sm90.cu and q8_0_sm90.cu.
+// CUDA backend of the Q8_0 operators: route table, launches, registration. The kernels are in gr_down_sm90.cu, gr_tiles_sm90.cu and q8_0_sm90.cu.
 #include "gr_sm90.h"
+
+#include <iterator>
 
 #include "../common/cuda.h"
 #include "../common/route.h"
@@ -10,11 +12,25 @@ namespace {
 
 using cuda::float_type;
 
+// Rows of the route table, and how many times 256 values of K a slice has in those of the tiles.
+enum DownRoute : size_t { kCluster, kFirstTiles };
+constexpr int kTileUnits[] = {1, 2, 3, 5, 10};
+
+constexpr bool tiles_take(const RouteDims& d, int64_t most_tokens) { return d[0] <= most_tokens && d[2] > 0 && d[2] % 256 == 0; }
+
+// Thresholds: us on an H200, 324 x 10240, 2026-11-30.
 constexpr Route kRoutes[] = {
-    {"cluster", [](const RouteDims& d) { return d[0] <= kClusterTokens && d[2] > 0 && d[2] % 2048 == 0 && d[2] <= 10240; },
-     "tensor cores, 48 rows x 8 tokens by a cluster of 8 CTAs along K; a norm needs hc = 4, else the next one"},
+    {"cluster", [](const RouteDims& d) { return d[0] <= 24 && d[2] > 0 && d[2] % 2048 == 0 && d[2] <= 10240; },
+     "tensor cores, 48 rows x 8 tokens by a cluster of 8 CTAs along K; a norm needs hc = 4, else tiles; 8.4 at 24 tokens, tiles 9.1"},
+    {"tiles_256", [](const RouteDims& d) { return tiles_take(d, 64); },
+     "tensor cores, 192 rows x 64 tokens, slices of 256 along K added by a second kernel; a norm needs groups of whole 256, else rows"},
+    {"tiles_512", [](const RouteDims& d) { return tiles_take(d, 128); }, "the same, slices of 512: 13.9 at 128 tokens, 17.2 by slices of 256"},
+    {"tiles_768", [](const RouteDims& d) { return tiles_take(d, 320); }, "the same, slices of 768: 19.5 at 256 tokens, 24.5 by slices of 512"},
+    {"tiles_1280", [](const RouteDims& d) { return tiles_take(d, 640); }, "the same, slices of 1280: one wave of CTAs at 512 tokens"},
+    {"tiles_2560", [](const RouteDims& d) { return tiles_take(d, 64 * 65535); }, "the same, slices of 2560: one wave of CTAs at 1024 tokens"},
     {"rows", [](const RouteDims&) { return true; }, "fp32 FMAs, one warp per weight row: any K"},
 };
+static_assert(std::size(kRoutes) == kFirstTiles + std::size(kTileUnits) + 1);
 const RegisterRoutes kRegistered("gr_down", "cuda", kRoutes);
 
 struct Cuda {
@@ -53,7 +69,7 @@ struct Cuda {
                            static_cast<float>(eps),
                            copied};
     const cuda::Launch launch(x);
-    cuda::check_launch("gr_down", run(args, launch.stream()));
+    cuda::check_launch("gr_down", run(args, x, launch.stream()));
   }
 
  private:
@@ -66,9 +82,15 @@ struct Cuda {
   static bool same_data(const Tensor& a, const Tensor& b) { return a.const_data_ptr() == b.const_data_ptr(); }
 
   // The route's kernel, or the next one that serves the norm.
-  static cudaError_t run(const DownArgs& args, cudaStream_t stream) {
-    const bool cluster = pick_route(kRoutes, {args.ntok, args.n, args.k}) == 0 && down_fits_cluster(args);
-    return cluster ? launch_down_cluster(args, stream) : launch_down_rows(args, stream);
+  static cudaError_t run(const DownArgs& args, const Tensor& like, cudaStream_t stream) {
+    const size_t route = pick_route(kRoutes, {args.ntok, args.n, args.k});
+    if (route == kCluster && down_fits_cluster(args)) return launch_down_cluster(args, stream);
+    if (route + 1 < std::size(kRoutes) && down_fits_tiles(args)) {
+      const int units = kTileUnits[route == kCluster ? 0 : route - kFirstTiles];
+      const Tensor workspace = torch::stable::new_empty(like, Sizes{down_tiles_workspace_bytes(args, units)}, ScalarType::Byte);
+      return launch_down_tiles(args, units, workspace.mutable_data_ptr(), stream);
+    }
+    return launch_down_rows(args, stream);
   }
 };
 

@@ -24,11 +24,15 @@ struct DownArgs {
   bool copied;  // w or norm_weight come from the launch before, so that they must not be read ahead of it
 };
 
-// Pointers start at multiples of 16. Whether the tensor-core kernel serves these arguments; the other one serves all.
-constexpr int64_t kClusterTokens = 8 * 65535;  // a grid's height of groups of 8
+// Pointers start at multiples of 16. Whether a tensor-core kernel serves these arguments; the last one serves all.
 bool down_fits_cluster(const DownArgs& args);
 cudaError_t launch_down_cluster(const DownArgs& args, cudaStream_t stream);
 cudaError_t launch_down_rows(const DownArgs& args, cudaStream_t stream);
+
+// gr_tiles_sm90.cu: slices of at most `units` times 256 along K. `workspace` holds down_tiles_workspace_bytes.
+bool down_fits_tiles(const DownArgs& args);
+int64_t down_tiles_workspace_bytes(const DownArgs& args, int units);
+cudaError_t launch_down_tiles(const DownArgs& args, int units, void* workspace, cudaStream_t stream);
 
 cudaError_t launch_q8_quantize(const void* w, Float type, uint8_t* out, int64_t blocks, cudaStream_t stream);
 cudaError_t launch_q8_dequantize(const uint8_t* w, void* out, Float type, int64_t blocks, cudaStream_t stream);

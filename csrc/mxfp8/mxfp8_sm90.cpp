@@ -19,7 +19,7 @@ bool takes(const RouteDims& d) {
 
 // The names give weight rows x tokens of a tile. Misaligned operands take fp32 FMAs instead.
 constexpr Route kRoutes[] = {
-    {"skinny", [](const RouteDims& d) { return skinny_takes(d[0], d[2]); }, "up to 32 tokens: streams the weight once, bound by memory"},
+    {"skinny", [](const RouteDims& d) { return skinny_takes(d[0], d[2]); }, "up to 32 tokens, to K = 4096 up to 48: streams the weight once, bound by memory"},
     {"64x64", takes<GemmTile::rows64_tokens64>, "bf16 wgmma on operands decoded exactly from e4m3; the tile whose waves over 132 SMs take least time"},
     {"64x96", takes<GemmTile::rows64_tokens96>, "the same"},
     {"64x128", takes<GemmTile::rows64_tokens128>, "the same"},

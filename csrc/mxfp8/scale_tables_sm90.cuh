@@ -1,130 +1,121 @@
-// The scales of a CTA's weight rows and tokens as bf16 in shared memory, [row][block of K], for the few-token GEMM.
+// The scales of a CTA's weight rows and tokens as bf16 in shared memory, [block of K][...], for the few-token GEMM.
 //
-// A unit is what one load brings: four raw scales of a row where they are aligned, else a single one. Loads are apart from stores: a
-// kernel requests the scales of the weight before the weight, behind which they would queue, and stores them when the tokens' are there.
-// A NaN scale is stored as infinity; each store says whether a scale lies where a product of two could leave 2^-149 .. 2^127.
+//   tokens   of a block: [g = 0..7][tile of 16 tokens] words, a word being the scales of tokens 16 tile + g and 16 tile + g + 8:
+//            what a lane of m16n8 products needs is one load
+//   rows     of a block: a scale for every kRowsPerScale weight rows
+// A thread takes four blocks at a time. Requests are apart from stores: the scales of the weight are requested before the weight, behind
+// which they would queue, and stored while those of the tokens are on their way. A NaN scale is stored as infinity; each store says
+// whether a scale lies where a product of two could leave 2^-149 .. 2^127.
 #pragma once
 
 #include "scales_sm90.cuh"
 
 namespace mori::mxfp8 {
 
-// Four scales as four bf16.
-__device__ __forceinline__ uint2 bf16_scales(uint32_t scales) {
-  constexpr uint32_t kLeast = 0x00400040;  // 2^-127, subnormal
-  return {__vmaxu2(__byte_perm(scales, 0, 0x4140) << 7, kLeast), __vmaxu2(__byte_perm(scales, 0, 0x4342) << 7, kLeast)};
-}
+// Scales of four blocks on their way: a word where they are raw and aligned, else four bytes.
+union FourScales {
+  uint32_t word, bytes[4];
+};
 
-// A CTA of kThreadCount threads; kRowCount rows of kRowsPerScale weight rows each, kTokenCount tokens, K up to kLongestK.
-template <int kThreadCount, int kRowCount, int kRowsPerScale, int kTokenCount, int kLongestK>
+// A CTA of kThreadCount threads, K up to kLongestK. Of one group of packed tokens: at most 64.
+template <int kThreadCount, int kRowCount, int kRowsPerScale, int kTokenTiles, int kLongestK>
 struct ScaleTables {
-  static constexpr int kWarps = kThreadCount / 32, kRequests = (kRowCount * (kLongestK / 32) + kThreadCount - 1) / kThreadCount;
+  static constexpr int kPairs = 8 * kTokenTiles, kMostFours = kLongestK / 128;
+  static constexpr int kRowRequests = (kRowCount * kMostFours + kThreadCount - 1) / kThreadCount;
+  static constexpr int kPairRequests = (kPairs * kMostFours + kThreadCount - 1) / kThreadCount;
+  static constexpr uint32_t kPairBytes = 4 * kPairs, kRowBytes = 2 * (kRowCount > 2 ? 8 : kRowCount);  // of a block
   static constexpr uint32_t kOnes = 0x7f7f7f7f;
+  static constexpr uint32_t kLeast = 0x00400040;  // 2^-127, a subnormal, twice
+
+  struct Rows {
+    FourScales scales[kRowRequests];
+  };
+  struct Pairs {
+    FourScales low[kPairRequests], high[kPairRequests];
+  };
 
   const ByteScales& scales;
-  int64_t m, n;
-  bool by_words;
+  int m;
+  int64_t n;
+  bool by_words;  // raw, rows and addresses multiples of four
+  int fours;      // of blocks that the tables hold: what lies past K is 1
   uint8_t* smem;
-  uint32_t pitch;
 
-  // Bytes of a table's row: as a rule not a multiple of 32, for few bank conflicts.
-  static constexpr uint32_t row_bytes(int64_t k) { return static_cast<uint32_t>((k + 127) / 128 * 8 + 8); }
-
-  __device__ __forceinline__ int blocks() const { return static_cast<int>(scales.blocks); }
-  __device__ __forceinline__ int words() const { return (blocks() + 3) / 4; }
-  __device__ __forceinline__ int units() const { return by_words ? words() : blocks(); }
-  __device__ __forceinline__ int padded_units() const { return by_words ? words() : words() * 4; }
-
-  __device__ __forceinline__ uint32_t load(const uint8_t* p) const { return by_words ? *reinterpret_cast<const uint32_t*>(p) : *p; }
-  __device__ __forceinline__ bool store(uint32_t table, int row, int unit, uint32_t value, uint32_t least, uint32_t most) const {
-    const uint2 bf16 = bf16_scales(value);
-    uint8_t* p = smem + table + row * pitch;
-    if (by_words) {
-      *reinterpret_cast<uint2*>(p + unit * 8) = bf16;
-    } else {
-      *reinterpret_cast<uint16_t*>(p + unit * 2) = static_cast<uint16_t>(bf16.x);
-      least &= 0xff, most |= 0xffffff00;
+  __device__ __forceinline__ void request_rows(Rows& rows, int64_t row0) const {
+#pragma unroll
+    for (int i = 0; i < kRowRequests; ++i) {
+      const int item = i * kThreadCount + threadIdx.x, u = item / kRowCount;
+      if (u >= fours) break;
+      const int64_t row = row0 + item % kRowCount * kRowsPerScale;
+      request(rows.scales[i], scales.b_at(row, 4 * u), scales.packed ? scales.row_blocks * 4 : 1, u, row < n);
     }
-    return (__vcmpltu4(value, least) | __vcmpgtu4(value, most)) != 0;
+  }
+  __device__ __forceinline__ void request_pairs(Pairs& pairs) const {
+#pragma unroll
+    for (int i = 0; i < kPairRequests; ++i) {
+      const int item = i * kThreadCount + threadIdx.x, u = item / kPairs;
+      if (u >= fours) break;
+      const int token = item % kTokenTiles * 16 + item % kPairs / kTokenTiles;
+      const int step = scales.packed ? 64 : 1;
+      const uint8_t* p = scales.a + (scales.packed ? token % 16 * 4 + token / 16 : token * static_cast<int>(scales.blocks)) + 4 * u * step;
+      request(pairs.low[i], p, step, u, token < m);
+      request(pairs.high[i], p + (scales.packed ? 32 : 8 * static_cast<int>(scales.blocks)), step, u, token + 8 < m);
+    }
+  }
+
+  __device__ __forceinline__ bool store_rows(uint32_t table, const Rows& rows) const {
+    uint32_t least = kOnes, most = 0;
+#pragma unroll
+    for (int i = 0; i < kRowRequests; ++i) {
+      const int item = i * kThreadCount + threadIdx.x, u = item / kRowCount;
+      if (u >= fours) break;
+      const uint32_t word = arrived(rows.scales[i]);
+      uint8_t* p = smem + table + 4 * u * kRowBytes + item % kRowCount * 2;
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        const uint32_t scale = bf16_pair(word, word, q);
+        least = __vminu2(least, scale), most = __vmaxu2(most, scale);
+        *reinterpret_cast<uint16_t*>(p + q * kRowBytes) = static_cast<uint16_t>(scale);
+      }
+    }
+    return least < twice(0x69) || most > twice(0xbe);  // both halves are the same
   }
   // A zero block of tokens has scale 0.
-  __device__ __forceinline__ bool store_a(uint32_t table, int token, int unit, uint32_t value) const {
-    return store(table, token, unit, value, 0, 0xbfbfbfbf);
-  }
-  __device__ __forceinline__ bool store_b(uint32_t table, int row, int unit, uint32_t value) const {
-    return store(table, row, unit, value, 0x69696969, 0xbebebebe);
-  }
-
-  __device__ __forceinline__ void request_rows(uint32_t (&values)[kRequests], int64_t row0) const {
+  __device__ __forceinline__ bool store_pairs(uint32_t table, const Pairs& pairs) const {
+    uint32_t most = 0;
 #pragma unroll
-    for (int q = 0; q < kRequests; ++q) {
-      const int i = q * kThreadCount + threadIdx.x, unit = i / kRowCount;
-      const int64_t row = row0 + i % kRowCount * kRowsPerScale;
-      values[q] = kOnes;
-      if (unit < units() && row < n) values[q] = load(by_words ? scales.b + row / 32 * scales.blocks + unit * 4 : scales.b_at(row, unit));
-    }
-  }
-  __device__ __forceinline__ bool store_rows(uint32_t table, const uint32_t (&values)[kRequests]) const {
-    bool unusual = false;
+    for (int i = 0; i < kPairRequests; ++i) {
+      const int item = i * kThreadCount + threadIdx.x, u = item / kPairs;
+      if (u >= fours) break;
+      const uint32_t low = arrived(pairs.low[i]), high = arrived(pairs.high[i]);
+      uint8_t* p = smem + table + 4 * u * kPairBytes + item % kPairs * 4;
 #pragma unroll
-    for (int q = 0; q < kRequests; ++q) {
-      const int i = q * kThreadCount + threadIdx.x, unit = i / kRowCount;
-      if (unit < padded_units()) unusual |= store_b(table, i % kRowCount, unit, values[q]);
-    }
-    return unusual;
-  }
-
-  __device__ __forceinline__ uint32_t raw_pair(int r, int block) const {
-    return (r < m ? scales.a_byte(r, block) : 127) | (r + 16 < m ? scales.a_byte(r + 16, block) : 127) << 8;
-  }
-
-  // meanwhile(): what to do while the first scales are on their way.
-  template <class Meanwhile>
-  __device__ __forceinline__ bool stage_tokens(uint32_t table, Meanwhile meanwhile) const {
-    bool unusual = false;
-    if (by_words) {  // a warp takes whole tokens
-      constexpr int kTokensOfWarp = kTokenCount / kWarps;
-      const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-      for (int first = 0; first < words(); first += 64) {
-        uint32_t values[2][kTokensOfWarp];
-#pragma unroll
-        for (int q = 0; q < 2; ++q)
-#pragma unroll
-          for (int t = 0; t < kTokensOfWarp; ++t) {
-            const int token = warp + t * kWarps, i = first + q * 32 + lane;
-            values[q][t] = kOnes;
-            if (token < m && i < words()) values[q][t] = load(scales.a + token * scales.blocks + i * 4);
-          }
-        if (first == 0) meanwhile();
-#pragma unroll
-        for (int q = 0; q < 2; ++q)
-#pragma unroll
-          for (int t = 0; t < kTokensOfWarp; ++t) {
-            const int i = first + q * 32 + lane;
-            if (i < words()) unusual |= store_a(table, warp + t * kWarps, i, values[q][t]);
-          }
-      }
-    } else {  // a value: scales of tokens r and r + 16, in the low bytes of a packed word
-      constexpr int kRowsOfWord = kTokenCount < 16 ? kTokenCount : 16, kBatch = 16;
-      for (int first = 0; first < kRowsOfWord * padded_units(); first += kBatch * kThreadCount) {
-        uint32_t values[kBatch];
-#pragma unroll
-        for (int q = 0; q < kBatch; ++q) {
-          const int i = first + q * kThreadCount + threadIdx.x, r = i % kRowsOfWord, block = i / kRowsOfWord;
-          values[q] = kOnes;
-          if (block < units()) values[q] = scales.packed ? *reinterpret_cast<const uint32_t*>(scales.a_at(r, block)) : raw_pair(r, block);
-        }
-        if (first == 0) meanwhile();
-#pragma unroll
-        for (int q = 0; q < kBatch; ++q) {
-          const int i = first + q * kThreadCount + threadIdx.x, r = i % kRowsOfWord, block = i / kRowsOfWord;
-          if (block >= padded_units()) continue;
-          unusual |= store_a(table, r, block, r < m ? values[q] & 255 : 127);
-          if (kTokenCount > 16 && r + 16 < kTokenCount) unusual |= store_a(table, r + 16, block, r + 16 < m ? values[q] >> 8 & 255 : 127);
-        }
+      for (int q = 0; q < 4; ++q) {
+        const uint32_t pair = bf16_pair(low, high, q);
+        most = __vmaxu2(most, pair);
+        *reinterpret_cast<uint32_t*>(p + q * kPairBytes) = pair;
       }
     }
-    return unusual;
+    return __vmaxu2(most, twice(0xbf)) != twice(0xbf);
+  }
+
+ private:
+  static __device__ constexpr uint32_t twice(uint32_t scale) { return scale << 7 | scale << 23; }
+  // Scale q of each word as bf16.
+  static __device__ __forceinline__ uint32_t bf16_pair(uint32_t low, uint32_t high, int q) {
+    return __vmaxu2(__byte_perm(low, high, q * 0x11 | (q + 4) * 0x1100) >> 1 & 0x7f807f80, kLeast);
+  }
+  __device__ __forceinline__ void request(FourScales& four, const uint8_t* p, int64_t step, int u, bool exists) const {
+    const int count = exists ? static_cast<int>(scales.blocks) - 4 * u : 0;
+    if (by_words) {
+      four.word = count > 0 ? *reinterpret_cast<const uint32_t*>(p) : kOnes;
+    } else {
+#pragma unroll
+      for (int q = 0; q < 4; ++q) four.bytes[q] = q < count ? p[q * step] : 127;
+    }
+  }
+  __device__ __forceinline__ uint32_t arrived(const FourScales& four) const {
+    return by_words ? four.word : four.bytes[0] | four.bytes[1] << 8 | four.bytes[2] << 16 | four.bytes[3] << 24;
   }
 };
 

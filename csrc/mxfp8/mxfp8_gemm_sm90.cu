@@ -16,9 +16,10 @@
 // Persistent, one CTA per SM, tiles ordered for L2 reuse. What bf16 operands cannot hold (a scale out of range) and NaN codes make
 // their row or token NaN, and sums may overflow; whatever is not finite is computed again from the codes at the end, in tiles from the
 // first such one on, so results are exact for all inputs. The workspace has whole tiles of tokens: TMA boxes that reach beyond a matrix
-// are slow (33 tokens of 8192x7168: 33.4 us, without 26.4).
-// What bounds 64 to 256 tokens (ncu): a warpgroup decodes a stage in about 550 cycles and multiplies it in 2 per token, one after the
-// other though issued to overlap; the tensor cores are 25 to 50% busy, issue slots 45%, L2 a third (it merges the CTAs' reads of tokens).
+// are slow (33 tokens of 8192x7168: 33.4 us, without 26.1).
+// What bounds few tokens: by the times of tiles a warpgroup decodes a stage in about 550 cycles and multiplies it in 2 per token, one after
+// the other though issued to overlap. Profiled (ncu, 7168x2048) at 64 and 128 tokens the tensor cores are 25 and 39% busy, issue slots 45
+// and 37%, L2 a third (it merges the CTAs' reads of tokens).
 // Tried and lost on an H200 (us at 7168x2048 unless said otherwise):
 //   tokens     expanded during the products, by idle warps or by 4 or 8 CTAs of their own (681 with 8, 655 by the kernel before,
 //              16384x7168x2048); by the consumers, to stay in shared memory (64 tokens: 14.4, 10.4 by the kernel before) or by a cluster of

@@ -1,4 +1,4 @@
-"""python -m bench <suite>|all [--device cpu] [--threads 2] [--only m=1] [--plot out.png] [--no-save]
+"""python -m bench <suite>|all [--device cpu] [--threads 2] [--only m=1] [--budget 20] [--plot out.png] [--no-save]
 python -m bench compare [--rounds 16] [--lost] [--no-save]: forms of the Metal kernels in pairs, on a Mac
 python -m bench profile [--only m=33] [--no-save]: counters of the kernels' hardware units, on an NVIDIA GPU"""
 
@@ -22,16 +22,17 @@ def parse() -> argparse.Namespace:
     parser.add_argument("suite", choices=[*SUITES, "gemm_ar", "all"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--budget", type=float, default=20.0, metavar="SECONDS", help="of rounds, for a case in one mode (at least 5 rounds)")
     parser.add_argument("--only", action="append", default=[], metavar="DIM=VALUE", help="only cases of this shape; may be repeated")
     parser.add_argument("--plot", metavar="PNG", help="write a plot of time over the first dimension")
     parser.add_argument("--no-save", action="store_true", help="do not write bench/results/<device>_<suite>.json")
     return parser.parse_args()
 
 
-def measured(suite: str, device: str, wanted: dict[str, str], bandwidth: float, flops: float, console: Console) -> list[dict[str, Any]]:
+def measured(suite: str, options: argparse.Namespace, wanted: dict[str, str], bandwidth: float, flops: float, console: Console) -> list[dict[str, Any]]:
     """The rows of a suite's cases of the wanted shapes."""
     rows = []
-    makers = list(SUITES[suite](device))
+    makers = list(SUITES[suite](options.device))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(suite, total=len(makers))
@@ -40,7 +41,7 @@ def measured(suite: str, device: str, wanted: dict[str, str], bandwidth: float, 
             if all(str(case.shape.get(key)) == value for key, value in wanted.items()):
                 case.verify()
                 for mode in case.modes:
-                    row = report.row(case, mode, paired(case, mode, device))
+                    row = report.row(case, mode, paired(case, mode, options.device, budget=options.budget))
                     row["floor_us"] = 1e6 * max(case.bytes_moved / bandwidth, case.flops / flops)
                     rows.append(row)
             progress.advance(task)
@@ -61,7 +62,7 @@ def main() -> int:
         raise SystemExit(f"bench: {options.suite} has no {options.device} kernel in this build, or too few devices")
     everything = []
     for suite in available if options.suite == "all" else [options.suite]:
-        rows = distributed.rows(options.device) if suite == "gemm_ar" else measured(suite, options.device, wanted, bandwidth, flops, console)
+        rows = distributed.rows(options.device) if suite == "gemm_ar" else measured(suite, options, wanted, bandwidth, flops, console)
         report.show(rows, console)
         if not options.no_save and not wanted:
             console.print(f"saved {report.save(suite, where, rows)}")

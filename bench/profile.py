@@ -81,8 +81,8 @@ def kernel(row: dict[str, str], names: list[str]) -> dict[str, Any]:
     case = next(name for name in names if any(f"{name};" in cell for cell in row.values()))
     values = {label: float(row[metric].replace(",", "")) for label, metric in METRICS.items() if row.get(metric)}
     values["us"] /= 1e3
-    stalls = {key[len(STALL) :].removesuffix("_per_issue_active.ratio"): float(value) for key, value in row.items() if key.startswith(STALL) and "selected" not in key}
-    worst = dict(sorted(stalls.items(), key=lambda item: -item[1])[:3])
+    waits = [key for key in row if key.startswith(STALL) and "selected" not in key]
+    worst = {key[len(STALL) :].removesuffix("_per_issue_active.ratio"): float(row[key]) for key in sorted(waits, key=lambda key: -float(row[key]))[:3]}
     return {"case": case, "kernel": row["Kernel Name"].split("(")[0][:80], **values, "stalled warps per issue": worst}
 
 

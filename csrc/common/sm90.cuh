@@ -78,6 +78,21 @@ __device__ __forceinline__ void st_async(uint32_t remote, float4 value, uint32_t
 __device__ __forceinline__ void launch_dependents() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_dependencies() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// --- registers and shared memory ---
+
+// Registers of a thread, for whole warpgroups.
+template <int kCount>
+__device__ __forceinline__ void registers_increase() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount)); }
+template <int kCount>
+__device__ __forceinline__ void registers_decrease() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount)); }
+
+__device__ __forceinline__ uint32_t load_shared(uint32_t smem) {
+  uint32_t value;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(smem));
+  return value;
+}
+__device__ __forceinline__ void store_shared(uint32_t smem, uint32_t value) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem), "r"(value) : "memory"); }
+
 // --- numbers ---
 
 __device__ __forceinline__ uint32_t pack_half2(float low, float high) {
@@ -85,6 +100,11 @@ __device__ __forceinline__ uint32_t pack_half2(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
 __device__ __forceinline__ float2 unpack_half2(uint32_t pair) { return __half22float2(*reinterpret_cast<const __half2*>(&pair)); }
+__device__ __forceinline__ uint32_t pack_bf162(float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ float2 unpack_bf162(uint32_t pair) { return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)); }
 
 // The two int8 of the low half of `word` as bf16, exact: 128 + the low 7 bits - 128 or 256. The upper half is 0, `upper` is kBf16Upper.
 constexpr uint32_t kBf16Upper = 0x43434343;

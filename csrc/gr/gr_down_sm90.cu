@@ -279,6 +279,15 @@ __global__ void __launch_bounds__(256) down_rows(const DownArgs args) {
   }
 }
 
+// Calls launch(x element, norm element, has norm) with the types behind the void pointers.
+template <class Launch>
+cudaError_t for_types(const DownArgs& args, Launch launch) {
+  return sm90::with_float(args.x_type, [&](auto x) {
+    if (args.norm_weight == nullptr) return launch(x, float{}, std::false_type{});
+    return sm90::with_float(args.norm_type, [&](auto norm) { return launch(x, norm, std::true_type{}); });
+  });
+}
+
 }  // namespace
 
 bool down_fits_cluster(const DownArgs& args) {

@@ -61,11 +61,6 @@ struct TileArgs {
   uint32_t bf16_upper;  // from here, or it would be moved into a register again for each use
 };
 
-template <int kCount>
-__device__ __forceinline__ void registers_increase() { asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kCount)); }
-template <int kCount>
-__device__ __forceinline__ void registers_decrease() { asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kCount)); }
-
 // Where a CTA's part of the work lies.
 struct Place {
   int64_t token0, row0;

@@ -108,11 +108,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   __syncthreads();
 
   if (warpgroup == C::kConsumers) {
-    if constexpr (C::kConsumers == 2) {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-    } else {
-      asm volatile("setmaxnreg.dec.sync.aligned.u32 32;");
-    }
+    registers_decrease<C::kConsumers == 2 ? 40 : 32>();
     if (warp == 0) {
       if (lane == 0) {
         if constexpr (C::kTwoRings) {
@@ -129,11 +125,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     return;
   }
 
-  if constexpr (C::kConsumers == 2) {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
-  } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 112;");
-  }
+  registers_increase<C::kConsumers == 2 ? 232 : 112>();
   const int k_group = warpgroup / C::kRowGroups;
   const uint32_t x_descriptor = wgmma_descriptor_low(base);
   float sum[C::kTokens / 2] = {};
@@ -346,8 +338,6 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 }
 
 // ---- launch ----
-
-bool aligned16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 template <class C, bool kStaged>
 cudaError_t launch(const GemmArgs& args, void* workspace, cudaStream_t stream) {

@@ -194,18 +194,13 @@ __device__ __forceinline__ void multiply_stages(typename C::Sums& c, const Ring<
   }
 }
 
-__device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-
 // store_c of four elements of a row of C, in one store.
 __device__ __forceinline__ void store_four(const GemmArgs& args, int64_t m, int64_t n, float4 c) {
   const int64_t at = m * args.n + n;
   c.x += bias_at(args, n), c.y += bias_at(args, n + 1), c.z += bias_at(args, n + 2), c.w += bias_at(args, n + 3);
   switch (args.out_type) {
     case Float::f32: *reinterpret_cast<float4*>(static_cast<float*>(args.out) + at) = c; break;
-    case Float::bf16: *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(args.out) + at) = {pack_bf16(c.x, c.y), pack_bf16(c.z, c.w)}; break;
+    case Float::bf16: *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(args.out) + at) = {pack_bf162(c.x, c.y), pack_bf162(c.z, c.w)}; break;
     default: *reinterpret_cast<uint2*>(static_cast<__half*>(args.out) + at) = {pack_half2(c.x, c.y), pack_half2(c.z, c.w)};
   }
 }
@@ -321,8 +316,6 @@ Plan plan_for(int64_t k) {
   p.bytes = std::max(p.bytes, kSmemAlone);
   return p;
 }
-
-bool aligned16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
 
 template <int kRowTiles, int kTokenCount>
 cudaError_t launch(const GemmArgs& args, cudaStream_t stream) {

@@ -71,6 +71,8 @@ enum class Fp32Scales : int { ptpc, blockscale };
 cudaError_t launch_simple(const GemmArgs& args, cudaStream_t stream);
 cudaError_t launch_simple_fp32_scales(const GemmArgs& args, Fp32Scales scales, cudaStream_t stream);
 
+inline bool aligned16(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
 // mxfp8_skinny_sm90.cu: few tokens.
 bool skinny_takes(int64_t m, int64_t k);
 bool skinny_fits(const GemmArgs& args);

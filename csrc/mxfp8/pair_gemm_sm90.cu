@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   __syncthreads();
 
   if (warpgroup == C::kConsumers) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    registers_decrease<40>();
     if (warp == 0) {
       if (lane == 0) produce_operands<C>(&maps.x, &maps.w, tiles, base, stages);
     } else if (warp == 1) {
@@ -82,7 +82,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     return;
   }
 
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+  registers_increase<232>();
   const uint32_t x_descriptor = wgmma_descriptor_low(base), full = base + C::kBarrierOffset;
   const Source source = source_of<C>(base, threadIdx.x);
   constexpr uint32_t kEmpty = 8 * C::kStages;  // from a slot's full to its empty barrier

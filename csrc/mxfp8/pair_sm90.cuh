@@ -86,8 +86,7 @@ __device__ __forceinline__ void load_matrix_transposed(uint32_t smem, uint32_t (
 __device__ __forceinline__ uint32_t add_pairs(uint32_t a, uint32_t b, bool biased, float bias) {
   float low = __uint_as_float(a << 16) + __uint_as_float(b << 16), high = __uint_as_float(a & 0xffff0000u) + __uint_as_float(b & 0xffff0000u);
   if (biased) low += bias, high += bias;
-  const __nv_bfloat162 sum = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&sum);
+  return sm90::pack_bf162(low, high);
 }
 
 }  // namespace mori::mxfp8

@@ -37,9 +37,8 @@ Tensor padded(const Tensor& a, int64_t rows) {
 }  // namespace
 
 bool scaled_mm_fits(const GemmArgs& args) {
-  const auto aligned = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; };
-  return args.out_type == Float::bf16 && (args.bias == nullptr || args.bias_type == Float::bf16) && args.n % kScaledMmColumns == 0 && args.k > 0 && aligned(args.a) &&
-         aligned(args.b) && aligned(args.out);
+  return args.out_type == Float::bf16 && (args.bias == nullptr || args.bias_type == Float::bf16) && args.n % kScaledMmColumns == 0 && args.k > 0 &&
+         aligned16(args.a) && aligned16(args.b) && aligned16(args.out);
 }
 
 void run_scaled_mm(const GemmArgs& args, Quant quant, const Tensor& like, cudaStream_t stream) {

@@ -23,12 +23,6 @@ __device__ __forceinline__ bool barrier_or(int id, bool value) {
 __device__ __forceinline__ void load_codes(uint32_t (&codes)[4], uint32_t smem) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(codes[0]), "=r"(codes[1]), "=r"(codes[2]), "=r"(codes[3]) : "r"(smem));
 }
-__device__ __forceinline__ uint32_t load_shared(uint32_t smem) {
-  uint32_t value;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(value) : "r"(smem));
-  return value;
-}
-__device__ __forceinline__ void store_shared(uint32_t smem, uint32_t value) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(smem), "r"(value) : "memory"); }
 
 __device__ __forceinline__ void store_place(uint32_t smem, int2 place) { asm volatile("st.shared.v2.s32 [%0], {%1, %2};" ::"r"(smem), "r"(place.x), "r"(place.y) : "memory"); }
 __device__ __forceinline__ int2 load_place(uint32_t smem) {
@@ -40,9 +34,7 @@ __device__ __forceinline__ int2 load_place(uint32_t smem) {
 // Two sums rounded to the output's 16-bit type.
 template <bool kHalf>
 __device__ __forceinline__ uint32_t pack2(float low, float high) {
-  if constexpr (kHalf) return pack_half2(low, high);
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
+  return kHalf ? pack_half2(low, high) : pack_bf162(low, high);
 }
 
 // threadIdx.x, read again: what the epilogue derives from it needs no register during the main loop.

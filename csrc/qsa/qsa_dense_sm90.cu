@@ -291,8 +291,6 @@ __device__ __forceinline__ void produce(Shared& s, Source& k, Source& v, int til
 __device__ __forceinline__ void await_turn(int side) { asm volatile("barrier.cta.sync %0, 256;" ::"r"(4 + side) : "memory"); }
 __device__ __forceinline__ void yield_turn(int side) { asm volatile("barrier.cta.arrive %0, 256;" ::"r"(5 - side) : "memory"); }
 
-__device__ __forceinline__ void store_shared4(uint32_t smem, uint32_t x) { asm volatile("st.shared.b32 [%0], %1;" ::"r"(smem), "r"(x) : "memory"); }
-
 __global__ void __launch_bounds__(kThreads, 1) dense(const AttnArgs args, uint8_t* __restrict__ status, int split) {
   extern __shared__ char raw_shared[];
   Shared& s = *reinterpret_cast<Shared*>(raw_shared + (-smem_address(raw_shared) & 1023));
@@ -357,14 +355,14 @@ __global__ void __launch_bounds__(kThreads, 1) dense(const AttnArgs args, uint8_
   }
   const int tiles = (cells + kCells - 1) / kCells;
   if (warpgroup == 0) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kProducerRegisters));
+    registers_decrease<kProducerRegisters>();
     produce(s, k_source, v_source, tiles, cells);
     cp_async_wait<0>();
     asm volatile("barrier.cta.sync 6, 128;" ::: "memory");
     leave(s.bad != 0);  // then what the consumers write is written again
     return;
   }
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kConsumerRegisters));
+  registers_increase<kConsumerRegisters>();
   const int side = warpgroup - 1, warp = __shfl_sync(~0u, thread / 32 % 4, 0), lane = thread % 32, r = lane / 4, c = lane % 4;
   if (side >= sides) return;
 
@@ -516,15 +514,12 @@ __global__ void __launch_bounds__(kThreads, 1) dense(const AttnArgs args, uint8_
     for (int b = 0; b < kDim / 8; ++b)
 #pragma unroll
       for (int h = 0; h < 2; ++h)
-        store_shared4(place(r + 8 * h, b) + c * 4, pair_of(out[4 * b + 2 * h], out[4 * b + 2 * h + 1]));
+        store_shared(place(r + 8 * h, b) + c * 4, pair_of(out[4 * b + 2 * h], out[4 * b + 2 * h + 1]));
   };
   if (args.out_type == Float::f16) {
     stage([](float x, float y) { return pack_half2(x, y); });
   } else {
-    stage([](float x, float y) {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(x, y);
-      return *reinterpret_cast<const uint32_t*>(&pair);
-    });
+    stage([](float x, float y) { return pack_bf162(x, y); });
   }
   __syncwarp();
   int own = first / rows.group;

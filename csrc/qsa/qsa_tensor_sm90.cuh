@@ -60,7 +60,6 @@ __device__ __forceinline__ uint32_t both_halves(__half value) {
   const __half2 pair = __half2half2(value);
   return *reinterpret_cast<const uint32_t*>(&pair);
 }
-__device__ __forceinline__ float2 unpack_bf162(uint32_t pair) { return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)); }
 // Issued where it stands.
 __device__ __forceinline__ uint4 load_global16(const void* from) {
   uint4 v;
@@ -92,7 +91,7 @@ __device__ __forceinline__ void load8(float (&value)[8], const char* row, Float 
   const uint32_t word[4] = {raw.x, raw.y, raw.z, raw.w};
 #pragma unroll
   for (int j = 0; j < 4; ++j) {
-    const float2 pair = type == Float::f16 ? sm90::unpack_half2(word[j]) : unpack_bf162(word[j]);
+    const float2 pair = type == Float::f16 ? sm90::unpack_half2(word[j]) : sm90::unpack_bf162(word[j]);
     value[2 * j] = pair.x, value[2 * j + 1] = pair.y;
   }
 }

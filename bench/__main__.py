@@ -39,9 +39,9 @@ def measured(suite: str, options: argparse.Namespace, wanted: dict[str, str], ba
         for make in makers:
             case = make()
             if all(str(case.shape.get(key)) == value for key, value in wanted.items()):
-                case.verify()
+                figures = case.verify() or {}
                 for mode in case.modes:
-                    row = report.row(case, mode, paired(case, mode, options.device, budget=options.budget))
+                    row = report.row(case, mode, paired(case, mode, options.device, budget=options.budget)) | figures
                     row["floor_us"] = 1e6 * max(case.bytes_moved / bandwidth, case.flops / flops)
                     rows.append(row)
             progress.advance(task)

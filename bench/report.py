@@ -63,6 +63,8 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     for r in rows:
         ours = next(iter(r["arms"].values()))["median_us"]
         goals = [f"[{'green' if g['measured'] >= g['ratio'] else 'red'}]{g['measured']:.2f} / {g['ratio']:g}[/]" for g in r["goals"]]
+        if "misrounded" in r:  # the share of results that are not the exact ones rounded
+            goals.append(f"misrounded {r['misrounded']:.3%}")
         table.add_row(
             r["op"],
             " ".join(f"{key}={value}" for key, value in r["shape"].items()),

@@ -28,11 +28,12 @@ GR_N, GR_K, GR_HC = 324, 10240, 4
 QSA_HQ, QSA_HKV, QSA_D, QSA_S = 24, 2, 256, 2051
 
 # Relative L2 error against float64 that one rounding to the format explains over many values (an rms of 1.7e-3 for
-# bfloat16), with room for the spread; float32 is the accumulation's. Few values may come near the largest, half an ulp.
+# bfloat16), with room for the spread; float32 is the accumulation's. Few values may come near the largest, half an ulp; a handful of
+# float32 ones may all be small differences of large sums.
 RELATIVE_L2 = {torch.bfloat16: 2.0e-3, torch.float16: 3.0e-4, torch.float32: 1.0e-6}
 TENSOR_CORE_L2 = 1e-5  # of float32 results on a GPU: tensor cores add in their own order
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-FEW = 4096
+FEW, HANDFUL = 4096, 16
 
 
 def relative_l2(result: Tensor, expected: Tensor) -> float:
@@ -50,6 +51,8 @@ def assert_close(result: Tensor, expected: Tensor, tolerance: float | None = Non
         if tolerance is None:
             few = expected.numel() < FEW and result.dtype in HALF_ULP
             tolerance = (HALF_ULP if few else RELATIVE_L2)[result.dtype]
+            if result.dtype == torch.float32 and expected.numel() < HANDFUL:
+                tolerance *= 10
         assert error <= tolerance, f"relative L2 error {error:.3e} > {tolerance:.1e}"
 
 

@@ -143,6 +143,22 @@ def test_random_sums_are_near_float64_and_the_same_bits_on_all_ranks_and_runs(ra
     ranks.run(check_random, *shape, algorithm)
 
 
+def check_first_call(group) -> None:
+    operands = on_gpu(random_operands(group.rank(), 300, 1032, 640, "mxfp8_raw"))
+    with forced("spans"):
+        result = mori_ops.gemm_ar(*operands, "mxfp8_raw", group, out_dtype=torch.float32)
+    assert result.isfinite().all()
+
+
+def test_the_spans_of_a_first_call_take_kernels_that_nothing_has_loaded():
+    """Loading one can wait for all that runs: nothing may wait for its span by then. The last span here, of 44 rows, takes another GEMM."""
+    pool = Ranks(WORLD, "nccl", timeout=60.0)
+    try:
+        pool.run(check_first_call)
+    finally:
+        pool.close()
+
+
 def check_extremes(group, algorithm: str) -> None:
     """NaN codes and scales beyond bf16, in the rows of either rank: every row as by the GEMM alone."""
     m, n, k = 1300, 264, 256

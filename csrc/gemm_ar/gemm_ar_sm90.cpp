@@ -211,9 +211,9 @@ void run_spans(const Call& call, const Product& product, cudaStream_t side, cuda
       product.multiply(first, std::min(call.span_rows(), call.m - first), target, kReservedProcessors, stream);
       cuda::check_launch(kOp, launch_signal(call, owner, round, stream));
     }
-    // The collective stands behind the GEMM's first launch, which would show what is wrong.
-    if (round == 0) cuda::check_launch(kOp, launch_spans(call, Place::beside, side));
   }
+  // Only now: a later span may take a kernel that its launch has to load, which can wait for all that runs, and these wait for the spans.
+  cuda::check_launch(kOp, launch_spans(call, Place::beside, side));
   cuda::check_launch(kOp, launch_spans(call, Place::behind, stream));
   order(side, stream);
 }

@@ -63,8 +63,8 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     for r in rows:
         ours = next(iter(r["arms"].values()))["median_us"]
         goals = [f"[{'green' if g['measured'] >= g['ratio'] else 'red'}]{g['measured']:.2f} / {g['ratio']:g}[/]" for g in r["goals"]]
-        if "misrounded" in r:  # the share of results that are not the exact ones rounded
-            goals.append(f"misrounded {r['misrounded']:.3%}")
+        if r.get("misrounded"):  # shares of results that are not the exact ones rounded, ours first
+            goals.append("misrounded " + ", ".join(f"{share:.3%}" for share in r["misrounded"].values()))
         table.add_row(
             r["op"],
             " ".join(f"{key}={value}" for key, value in r["shape"].items()),

@@ -43,7 +43,7 @@ class Case:
     op: str
     shape: dict[str, int | str]
     arms: list[Arm]
-    verify: Callable[[], dict[str, float] | None]  # raises AssertionError when our result is wrong; figures about the result
+    verify: Callable[[], dict[str, Any] | None]  # raises AssertionError when our result is wrong; figures about the result
     goals: list[Goal] = field(default_factory=list)
     bytes_moved: int = 0  # what any implementation must read and write
     flops: int = 0

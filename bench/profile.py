@@ -93,7 +93,10 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     if shutil.which("ncu") is None or not torch.cuda.is_available():
         raise SystemExit("bench profile: needs an NVIDIA GPU and ncu, Nsight Compute's command line, on PATH")
-    rows = counters([name for name in CASES if set(options.only) <= set(name.split())])
+    names = [name for name in CASES if set(options.only) <= set(name.split())]
+    if not names:
+        raise SystemExit(f"bench profile: no case has {' and '.join(options.only)}; there are: {', '.join(CASES)}")
+    rows = counters(names)
     console = Console(width=None if sys.stdout.isatty() else 200)
     table = Table(title="a kernel alone, cold caches; % of peak; warps stalled per issued instruction")
     for column in ("case", "kernel", *METRICS, "stalls"):

@@ -17,11 +17,12 @@
 // 8192x7168 in 23.6 instead of 14.8 us.
 // Tried and slower: a ring for each warp (8.2 instead of 7.0 us at 32 tokens, 7168x2048); refilling by the warps that multiply, in turn
 // (24 instead of 19 at 8192x7168: each waits for all others); CTAs of two kernels on an SM (5.5 instead of 5.0; leftover SMs get two CTAs
-// of one kernel); L2 prefetch of what the ring does not hold; stages of 512; tokens multicast in clusters of 2 or 4; 16 warps at up to
-// 16 tokens (0.1 to 0.4) or at 48 (11.6 instead of 9.9: registers); two sets of eight warps that take stages in turn, so that no token
-// is decoded twice (32 tokens: 7.8 instead of 7.0, at 5120x2048 5.8 instead of 5.9; up to 8 tokens 0.1 to 0.3 faster, 16 up to 0.2 slower); 64 tokens (13.8 at 7168x2048, where the tiles need 10.9); loading the
-// scales before the codes (ptxas then computes addresses in every stage: 21.4 instead of 18.7 at 32 tokens and 8192x7168); wgmma with
-// tokens expanded in shared memory, operands shifted into place, K split over clusters.
+// of one kernel); L2 prefetch of what the ring does not hold; stages of 512; tokens multicast in clusters of 2 or 4; 16 warps at up to 16
+// tokens (0.1 to 0.4) or at 48 (11.6 instead of 9.9: registers); two sets of eight warps that take stages in turn, so that no token is
+// decoded twice (32 tokens: 7.8 instead of 7.0, at 5120x2048 5.8 instead of 5.9; up to 8 tokens 0.1 to 0.3 faster, 16 up to 0.2 slower);
+// 64 tokens (13.8 at 7168x2048, where the tiles need 10.9); loading the scales before the codes (ptxas then computes addresses in every
+// stage: 21.4 instead of 18.7 at 32 tokens and 8192x7168); wgmma with tokens expanded in shared memory, operands shifted into place, K
+// split over clusters.
 #include <algorithm>
 
 #include "../common/launch_sm90.cuh"

@@ -11,9 +11,18 @@
 // number of tiles, one for each warpgroup; tokens cut between parts meet in a workspace, in order: deterministic.
 // An empty slot or an id past the cells reads nothing: its codes and scales are zeros, its probability exactly 0.
 // K of the next round is requested after Q K, V of the next round once the codes of this one are in registers, before P V; ids a round
-// before they are looked at. Bound by issue slots (57 % of them used) and the latency of gathers from the L2 (copies alone: 520 us at
-// T 1984, H200). Lost: mma.sync (255 registers, stalls); biased V codes with a second product for the bias (spills, 60 % slower); V
-// requested after P V (7 % slower); masks of empty slots in every round; ids compared where they are loaded (12 % slower).
+// before they are looked at. q comes before the first cells, which fill the memory's queues; one proxy fence a round is for P and for K.
+// Bound by issue slots (57 % of them used) and the latency of gathers from the L2 (copies alone: 520 us at T 1984, H200). The first cells
+// are there 4 to 7 us after the kernel may start; a token that ends costs 5 us. Of the two CTAs of a multiprocessor one is served first: at
+// T 1984 those that come first are done after 676 us, the others after 735.
+// Lost: mma.sync (255 registers, stalls); biased V codes with a second product for the bias (spills, 60 % slower); V requested after P V
+// (7 % slower); masks of empty slots in every round; ids compared where they are loaded (12 % slower). On 2026-11-30, us at T 96 / 512 /
+// 1984 against 53.0 / 213.8 / 764.5: the stores at a token's end unrolled (55.1 / 220.5 / 777.5); q of the next token brought to the L2
+// half a round before (53.4 / 216.3 / 772.7), and with that a fence for P and one for K (53.2 / 218.6 / 782.4). Against the kernel before
+// all that, 57.0 / 221.5 / 776: the last tenth of the list in small parts for whoever is free (-- / 254 / 836; a loop that can do so, with
+// none of them, 59.8 / 238 / 833); parts joined by the worker that comes last instead of a launch (66.0 / 226.5 / 774.5), which would save
+// 1.3 us of a first prompt of 512 tokens; a start on the guess that the dense kernel does nothing (1.1 us less, for a second plan of the
+// work); cp.async that prefetches 128 or 256 bytes (57.0 / 221.9 / --).
 #include "../common/launch_sm90.cuh"
 #include "../common/tma_sm90.cuh"
 #include "qsa_parts_sm90.cuh"
@@ -137,20 +146,40 @@ struct Warpgroup {
     cp_async_commit();
   }
 
-  // The digits of a token's q rows: 8 threads a row, each kDim / 8 dims. Their score factors go to shared memory.
-  __device__ __forceinline__ void store_q(int64_t token, int64_t head, int rows) const {
-    const int own = static_cast<int>(opaque(thread)), row = own / 8, part = own % 8;  // opaque: no address of this is kept through the loop
+  // A token's q rows as they are: 8 threads a row, each kDim / 8 dims.
+  struct RawQ {
+    uint4 piece[2 * kGroups];  // 16-bit values: half of them
+  };
+  __device__ __forceinline__ const char* own_q(int64_t token, int64_t head) const {
+    const int own = static_cast<int>(opaque(thread));  // opaque: no address of this is kept through the loop
+    return args.q.data + token * args.q.stride + (head + own / 8) * args.q.head_stride + own % 8 * (kDim / 8) * (args.q_type == Float::f32 ? 4 : 2);
+  }
+  __device__ __forceinline__ void request_q(RawQ& raw, int64_t token, int64_t head, int rows) const {
+    const char* q = own_q(token, head);
+#pragma unroll
+    for (int i = 0; i < 2 * kGroups; ++i)
+      raw.piece[i] = thread / 8 < rows && (i < kGroups || args.q_type == Float::f32) ? load_global16(q + i * 16) : make_uint4(0, 0, 0, 0);
+  }
+
+  // Their digits. Their score factors go to shared memory.
+  __device__ __forceinline__ void store_q(const RawQ& raw) const {
+    const int own = static_cast<int>(opaque(thread)), row = own / 8, part = own % 8;
     if (row >= kRows) return;  // whole warps
-    const char* q = args.q.data + token * args.q.stride + (head + row) * args.q.head_stride;
-    const bool real = row < rows;
-    float value[kGroups][8] = {}, top = 0.0f;
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i)
-      if (real) load8(value[i], q, args.q_type, part * (kDim / 8) + i * 8);
+    float value[kGroups][8], top = 0.0f;
 #pragma unroll
     for (int i = 0; i < kGroups; ++i)
 #pragma unroll
-      for (float v : value[i]) top = fmaxf(top, fabsf(v));
+      for (int j = 0; j < 8; j += 2) {
+        const auto word = [&](int at) {
+          const uint4& piece = raw.piece[at / 4];
+          return at % 4 == 0 ? piece.x : at % 4 == 1 ? piece.y : at % 4 == 2 ? piece.z : piece.w;
+        };
+        float2 pair = make_float2(__uint_as_float(word(i * 8 + j)), __uint_as_float(word(i * 8 + j + 1)));
+        if (args.q_type == Float::f16) pair = unpack_half2(word(i * 4 + j / 2));
+        if (args.q_type == Float::bf16) pair = unpack_bf162(word(i * 4 + j / 2));
+        value[i][j] = pair.x, value[i][j + 1] = pair.y;
+        top = fmaxf(top, fmaxf(fabsf(pair.x), fabsf(pair.y)));
+      }
     for (int offset = 1; offset < 8; offset *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, offset));
     const int exponent = exponent_of(top), up = 14 - exponent;
     // Two steps: 2^163 is no fp32 number.
@@ -250,6 +279,7 @@ template <int kDim, int kRows>
 __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const Plan plan) {
   using L = Layout<kDim, kRows>;
   using C = Columns<kRows>;
+  using RawQ = typename Warpgroup<kDim, kRows>::RawQ;
   extern __shared__ char shared[];
   wait_for_dependencies();
   launch_dependents();
@@ -355,12 +385,14 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
   Place next = now;
   advance(next);
   request_id(now);
+  RawQ raw_q;
+  w.request_q(raw_q, now.token, heads.first, heads.rows);
   int id = requested_id();
   if (count > 1) request_id(next);
   uint32_t valid = __ballot_sync(~0u, id >= 0);
   w.copy(L::kK, L::kKScale, args.k, args.k_scale, heads.kv, id, valid);
+  w.store_q(raw_q);
   w.copy(L::kV, L::kVScale, args.v, args.v_scale, heads.kv, id, valid);
-  w.store_q(now.token, heads.first, heads.rows);
   cp_async_wait<1>();
   fence_async_shared();
   warpgroup_sync(w.barrier);
@@ -430,6 +462,7 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
         }
       }
       move |= __half2float(__hmax(__ushort_as_half(size & 0xffff), __ushort_as_half(size >> 16))) > kScaleSlack;
+      cp_async_wait<0>();  // K of the next round: one fence is for it and for P
       fence_async_shared();
     };
     store_p();
@@ -479,7 +512,7 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
       store_p();
       warpgroup_sync(w.barrier);
     }
-    // All have written P, V has landed.
+    // All have written P, V has landed, and K of the next round.
 #pragma unroll
     for (int i = 0; i < C::kOwn; ++i) sum[i] += row_sum[i];
     uint4 raw[L::kGroups][2];
@@ -498,24 +531,40 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
       }
       warpgroup_sync(w.barrier);
       const auto total_of = [&](int row) { return (part[row] + part[kTileRows + row]) + (part[2 * kTileRows + row] + part[3 * kTileRows + row]); };
-      const int64_t slot = (static_cast<int64_t>(worker) * plan.step + (plan.step == 2 ? side : 0)) * 2 + (item_start == 0 ? 0 : 1);
+      const int own = kRows == 16 ? static_cast<int>(opaque(worker)) : worker;  // opaque: no product of it is kept through the loop
+      const int64_t slot = (static_cast<int64_t>(own) * plan.step + (plan.step == 2 ? side : 0)) * 2 + (item_start == 0 ? 0 : 1);
+      float total[4], inverse[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = 2 * w.c + (i & 1) + (i >> 1) * 8, s = (i & 1) + (i >> 1) * 4;
-        if (row >= heads.rows) continue;
-        const float total = total_of(row);
-        const float inverse = total == 0.0f ? 0.0f : __frcp_rn(total);
-        const int64_t head = heads.first + row;
-        const char* gate = args.gate.data == nullptr || total == 0.0f ? nullptr : args.gate.data + now.token * args.gate.stride + head * args.gate.head_stride;
+        const int row = 2 * w.c + (i & 1) + (i >> 1) * 8;
+        total[i] = row < heads.rows ? total_of(row) : 0.0f;
+        inverse[i] = whole ? total[i] == 0.0f ? 0.0f : __frcp_rn(total[i]) : 1.0f;
+      }
+      const int dim0 = w.warp * 16 + 2 * w.r;
+#pragma unroll 1
+      for (int g = 0; g < L::kGroups; ++g) {  // not unrolled: what is seldom run is fetched from far away
+        const int dim = g * 64 + dim0;
+        const float up = 1.0f / __half2float(__ushort_as_half(static_cast<uint16_t>(scale_down[0])));
 #pragma unroll
-        for (int g = 0; g < L::kGroups; ++g) {
-          const int dim = g * 64 + w.warp * 16 + 2 * w.r;
-          const float up = 1.0f / __half2float(__ushort_as_half(static_cast<uint16_t>(scale_down[g / 2] >> (g % 2 * 16))));
-          const float x = out[g][s] * up, y = out[g][s + 2] * up;
-          if (!whole) *reinterpret_cast<float2*>(plan.sums + (slot * kTileRows + row) * kDim + dim) = make_float2(x, y);
-          else
-            store_pair(args, (static_cast<int64_t>(now.token) * args.q_heads + head) * kDim + dim, x * inverse, y * inverse, gate, dim);
+        for (int i = 0; i < 4; ++i) {
+          const int row = 2 * w.c + (i & 1) + (i >> 1) * 8, s = (i & 1) + (i >> 1) * 4;
+          if (row >= heads.rows) continue;
+          const int64_t head = heads.first + row;
+          const float x = out[0][s] * up * inverse[i], y = out[0][s + 2] * up * inverse[i];
+          if (!whole) {
+            *reinterpret_cast<float2*>(plan.sums + (slot * kTileRows + row) * kDim + dim) = make_float2(x, y);
+          } else {
+            const bool gated = args.gate.data != nullptr && total[i] != 0.0f;
+            const char* gate = gated ? args.gate.data + now.token * args.gate.stride + head * args.gate.head_stride : nullptr;
+            store_pair(args, (static_cast<int64_t>(now.token) * args.q_heads + head) * kDim + dim, x, y, gate, dim);
+          }
         }
+#pragma unroll
+        for (int k = 0; k + 1 < L::kGroups; ++k)
+#pragma unroll
+          for (int j = 0; j < 8; ++j) out[k][j] = out[k + 1][j];
+        if constexpr (L::kGroups > 2) scale_down[0] = __funnelshift_r(scale_down[0], scale_down[1], 16), scale_down[1] >>= 16;
+        else scale_down[0] >>= 16;
       }
       if (!whole && w.warp == 0 && w.r == 0) {
 #pragma unroll
@@ -524,12 +573,14 @@ __global__ void __launch_bounds__(kThreads, 2) sparse(const AttnArgs args, const
           if (row < heads.rows) plan.stats[slot * kTileRows + row] = make_float4(top[i], total_of(row), factor[i], __int_as_float(now.token));
         }
       }
-      if (!last) w.store_q(next.token, next_heads.first, next_heads.rows);
+      if (!last) {
+        w.request_q(raw_q, next.token, next_heads.first, next_heads.rows);
+        w.store_q(raw_q);
+      }
       item_start = done + 1;
+      fence_async_shared();
     }
-    cp_async_wait<1>();
-    fence_async_shared();
-    warpgroup_sync(w.barrier);  // K has landed, Q is written, P may be overwritten
+    warpgroup_sync(w.barrier);  // Q is written, P may be overwritten
     if (item_ends && !last) start_item();
     valid = next_valid;
     now = next;

@@ -80,20 +80,4 @@ __device__ __forceinline__ uint4 load_matrix_transposed(uint32_t smem) {
   return v;
 }
 
-// Eight consecutive values of a row of any float dtype.
-__device__ __forceinline__ void load8(float (&value)[8], const char* row, Float type, int i) {
-  if (type == Float::f32) {
-    const float4 a = __ldg(reinterpret_cast<const float4*>(row) + i / 4), b = __ldg(reinterpret_cast<const float4*>(row) + i / 4 + 1);
-    value[0] = a.x, value[1] = a.y, value[2] = a.z, value[3] = a.w, value[4] = b.x, value[5] = b.y, value[6] = b.z, value[7] = b.w;
-    return;
-  }
-  const uint4 raw = __ldg(reinterpret_cast<const uint4*>(row) + i / 8);
-  const uint32_t word[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-  for (int j = 0; j < 4; ++j) {
-    const float2 pair = type == Float::f16 ? sm90::unpack_half2(word[j]) : sm90::unpack_bf162(word[j]);
-    value[2 * j] = pair.x, value[2 * j + 1] = pair.y;
-  }
-}
-
 }  // namespace mori::qsa

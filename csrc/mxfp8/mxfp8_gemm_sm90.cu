@@ -18,8 +18,11 @@
 // first such one on, so results are exact for all inputs. The workspace has whole tiles of tokens: TMA boxes that reach beyond a matrix
 // are slow (33 tokens of 8192x7168: 33.4 us, without 26.1).
 // What bounds few tokens: by the times of tiles a warpgroup decodes a stage in about 550 cycles and multiplies it in 2 per token, one after
-// the other though issued to overlap. Profiled (ncu, 7168x2048) at 64 and 128 tokens the tensor cores are 25 and 39% busy, issue slots 45
-// and 37%, L2 a third (it merges the CTAs' reads of tokens).
+// the other though issued to overlap: while wgmma runs, one other warp of a scheduler gets an integer, conversion or bf16x2 instruction issued
+// every 4.3 cycles, however independent (FP32 ones more often, at 0.9 cycles of wgmma each), and a stage takes about 130. Profiled (ncu,
+// 7168x2048) at 64 and 128 tokens the tensor cores are 25 and 39% busy, issue slots 45 and 37%, L2 a third (it merges the CTAs' reads of tokens).
+// Around the loop (clocks in the fp16 form below, 256 tokens): CTAs start 1.3 us after the expanding ones, as these leave (beside 227 KB of shared
+// memory there is no room); first products at 3.3 to 3.8; a K group waits 0.9 to 1 for the other's sums, 0.6 to finish, 0.5 for the store to be read.
 // Tried and lost on an H200 (us at 7168x2048 unless said otherwise):
 //   tokens     expanded during the products, by idle warps or by 4 or 8 CTAs of their own (681 with 8, 655 by the kernel before,
 //              16384x7168x2048); by the consumers, to stay in shared memory (64 tokens: 14.4, 10.4 by the kernel before) or by a cluster of
@@ -27,7 +30,14 @@
 //              arrivals at another CTA's barrier must not say release.cluster, which fences the GPU: +30 to 50%)
 //   K          divided over a cluster of two CTAs (128 tokens: 12.5, 11.9 by K groups; 8192x7168: 30.6, 30.1)
 //   tile       256 rows x 128 tokens of four warpgroups (512 tokens: 28.2, 25.0); two warpgroups for 128x128 (8192x7168, 256 tokens:
-//              55.7, four 49.0); four K groups for 64 rows (128 tokens: 12.6, 11.9)
+//              55.7, four 49.0); four K groups for 64 rows (128 tokens: 12.6, 11.9). About even: 64 rows x 256 tokens by two K groups (256
+//              tokens: 16.9, 128x128 17.1; 8192x7168: 48.3, 50.0)
+//   decoding   to fp16, by one conversion of two codes, NaN included, scales relative to the largest of a token, of 32 rows (77 instead of
+//              about 130 instructions a stage; the loop of 128x128 then takes 516 to 550 cycles per 64 of K, wgmma alone 512): gains for
+//              128x128 (256 tokens: 16.7, 17.0; 8192x7168: 46.8, 49.6) and 128x96 (5120x2048, 256 tokens: 14.5, 15.1), but the first factors
+//              wait for the largest scales, and sums are multiplied at the end: 128 tokens 12.1, 11.9; 512: 26.0, 25.1; 8192x1280, 512
+//              tokens: 19.2, 18.7; without either (timed only, not exact) 128x128 takes 15.7, bf16 17.1 beside it. With slots of 128 along K
+//              for the weights no better; with K groups that take halves of these 128x96 loses (15.3)
 //   overlap    a k16 step decoded behind each product of the stage before (0 to +4%: the assembler gathers the steps behind the second
 //              product); an early trigger for the kernel after (-0.2 to +0.3) or before, with larger CTAs (-0.3 to -1), with weights
 //              prefetched into L2 too (-2 to -7%)

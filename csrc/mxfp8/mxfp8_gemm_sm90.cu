@@ -169,10 +169,12 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     mbarrier_wait(full_w + 8 * (weights.slot + odd), weights.parity);
     load_stage<C>(source, weights.slot + odd, codes);
     decode_stage(codes, a, most, least_factor);
-    if constexpr (C::kTwoRings) release(full_w + kWEmpty + 8 * (weights.slot + odd));
   };
-  const auto wait_for_tokens = [&](uint32_t slot) {
-    if constexpr (C::kTwoRings) mbarrier_wait(full + 8 * slot, ring.parity);
+  // The pair's stage, whose codes have been read for good once its products are issued.
+  const auto multiply = [&](uint32_t odd, const uint32_t (&a)[16], bool accumulate) {
+    if constexpr (C::kTwoRings) mbarrier_wait(full + 8 * (ring.slot + odd), ring.parity);
+    multiply_stage(ring.slot + odd, a, accumulate);
+    if constexpr (C::kTwoRings) release(full_w + kWEmpty + 8 * (weights.slot + odd));
   };
   // The first stage of a tile: with one K group that of the next tile, so that its products can start at once.
   if constexpr (C::kKGroups == 1) decode(source_of<C>(base, thread_index()), 0, a0);
@@ -188,8 +190,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #pragma unroll
         for (uint32_t odd = 0; odd < 2; ++odd) {
           decode(source, odd, a0);
-          wait_for_tokens(ring.slot + odd);
-          multiply_stage(ring.slot + odd, a0, odd > 0 || s > first_of_group);
+          multiply(odd, a0, odd > 0 || s > first_of_group);
           wgmma_wait<0>();
           release(full + kEmpty + 8 * (ring.slot + odd));
         }
@@ -201,11 +202,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 #pragma unroll 1
       for (; s < stages; s += kPairs) {
         const uint32_t slot = ring.slot;
-        wait_for_tokens(slot);
-        multiply_stage(slot, a0, s > first_of_group);
+        multiply(0, a0, s > first_of_group);
         decode(source, 1, a1);
-        wait_for_tokens(slot + 1);
-        multiply_stage(slot + 1, a1, true);
+        multiply(1, a1, true);
         wgmma_wait<1>();
         release(full + kEmpty + 8 * slot);
         const bool last = s + kPairs >= stages;

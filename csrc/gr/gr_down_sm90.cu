@@ -9,10 +9,13 @@
 //   group and it also sums the squares: each group's result is scaled by 1/rms at the end.
 //   The weights (and the norm's) are read and decoded before griddepcontrol.wait, so they overlap the previous kernel, which must
 //   not write them: 56 CTAs of one per SM leave room for the next launch to do the same. What is left is latency: x from L2, a chain of
-//   products, sums across warps and CTAs; launched alone (6.2 us, H200; 3.6 when it only fetches weights and x), the weights' way from
-//   memory to 56 SMs too. Tried and lost (2026-11-30): 16, 32 or 64 rows (x from L2, or SMs with two CTAs), one owner for all rows, every
-//   warp's sums straight to the owner, 20 warps, one chain for hi and lo, the next launch later than at the start, groups of 8 tokens one
-//   after another in a CTA that keeps the decoded weights (7.4 us at 32 tokens instead of 9.2 by tiles, but slower with a norm).
+//   products, sums across warps and CTAs; launched alone (5.5 us, H200; 3.6 when it only fetches weights and x), the weights' way from
+//   memory to 56 SMs too. Copies issued by all warps, and barriers of 16 rows, so that decoding starts before the last have come: 2.56 us
+//   for 1 token, 3.12 for 8, alone 5.5 (one warp, one barrier: 2.90, 3.23, 6.06); with the norm they lost (8 tokens 4.08, else 3.84).
+//   Tried and lost (2026-11-30): 16, 32 or 64 rows (x from L2, or SMs with two CTAs), one owner for all rows, every warp's sums straight to
+//   the owner, 20 warps, one chain for hi and lo, the next launch later than at the start, x requested before the last 16 rows are decoded
+//   (1 token 2.70, alone 5.43) or the last 32 (3.13), groups of 8 tokens one after another in a CTA that keeps the decoded weights (7.4 us
+//   at 32 tokens instead of 9.2 by tiles, but slower with a norm).
 // rows: one warp per weight row, any K, one token after another; plain fp32.
 #include "gr_down_sm90.cuh"
 
@@ -42,7 +45,7 @@ struct Shared {
   float4 warp_squares[kWarps][kTokens / 4];
   float4 part[kSplits][kOwned];
   float4 squares[kSplits][kTokens / 4];
-  uint64_t loaded, landed;  // the weights; the other CTAs' sums
+  uint64_t loaded[kRowTiles], landed;  // the weights, of 16 rows each (with the norm, of all); the other CTAs' sums
 };
 
 // 16 rows of a pair, kPitch bytes apart, as A fragments: two MMAs per block, and the d of rows g and g + 8.
@@ -115,39 +118,57 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kSplits, 1, 1) d
   const int64_t row0 = static_cast<int64_t>(blockIdx.x / kSplits) * kRows, token0 = static_cast<int64_t>(blockIdx.y) * kTokens;
   const int tokens = static_cast<int>(min(args.ntok - token0, static_cast<int64_t>(kTokens)));
   const int64_t k = static_cast<int64_t>(pair0 + (active ? warp * kPairs : 0)) * kPairK + c * 4;
-  const uint32_t loaded = smem_address(&s.loaded), landed = smem_address(&s.landed);
+  const uint32_t loaded = smem_address(s.loaded), landed = smem_address(&s.landed);
 
   launch_dependents();
   if (args.copied) wait_for_dependencies();
-  if (warp == 0) {
-    if (lane == 0) {
-      mbarrier_init(loaded, 1);
+  const int64_t row_bytes = args.k / kBlock * kBlockBytes;
+  const uint32_t bytes = split_pairs * kPairBytes;
+  const auto load_row = [&](int row, uint32_t barrier) {
+    const uint8_t* source = args.w + min(row0 + row, args.n - 1) * row_bytes + static_cast<int64_t>(pair0) * kPairBytes;
+    bulk_load(smem_address(s.weights[row]), source, bytes, barrier);
+  };
+  // A warp issues its lanes' copies one after another, so all warps share them; with the norm, whose weights they load meanwhile, one does.
+  if constexpr (kNorm) {
+    if (warp == 0) {
+      if (lane == 0) {
+        mbarrier_init(loaded, 1);
+        mbarrier_init(landed, 1);
+        mbarrier_init_fence();
+      }
+      __syncwarp();
+      if (lane == 0) {
+        mbarrier_arrive_expect(loaded, kRows * bytes);
+        mbarrier_arrive_expect(landed, sizeof(s.part) + sizeof(s.squares));
+      }
+      __syncwarp();
+      for (int row = lane; row < kRows; row += 32) load_row(row, loaded);
+    }
+    __syncthreads();
+  } else {
+    if (threadIdx.x == 0) {
+      for (int m = 0; m < kRowTiles; ++m) mbarrier_init(loaded + m * 8, 1);
       mbarrier_init(landed, 1);
       mbarrier_init_fence();
+      for (int m = 0; m < kRowTiles; ++m) mbarrier_arrive_expect(loaded + m * 8, 16 * bytes);
+      mbarrier_arrive_expect(landed, sizeof(s.part));
     }
+    __syncthreads();
+    if (const int row = lane * kWarps + warp; row < kRows) load_row(row, loaded + row / 16 * 8);
     __syncwarp();
-    const int64_t row_bytes = args.k / kBlock * kBlockBytes;
-    const uint32_t bytes = split_pairs * kPairBytes;
-    if (lane == 0) {
-      mbarrier_arrive_expect(loaded, kRows * bytes);
-      mbarrier_arrive_expect(landed, sizeof(s.part) + (kNorm ? sizeof(s.squares) : 0));
-    }
-    __syncwarp();
-    for (int row = lane; row < kRows; row += 32)
-      bulk_load(smem_address(s.weights[row]), args.w + min(row0 + row, args.n - 1) * row_bytes + static_cast<int64_t>(pair0) * kPairBytes, bytes, loaded);
   }
-  __syncthreads();
   cluster_arrive_relaxed();
   Values8<Norm> norm[kBlocks];
 #pragma unroll
   for (int b = 0; b < (kNorm ? kBlocks : 0); ++b) norm[b].load(static_cast<const Norm*>(args.norm_weight) + k + b * kBlock);
   PairRows rows[kRowTiles][kPairs];
   const auto decode = [&](int m, int p) { rows[m][p].load(&s.weights[m * 16][(warp * kPairs + p) * kPairBytes], g, c); };
-  mbarrier_wait(loaded, 0);
 #pragma unroll
-  for (int m = 0; m < kEarlyTiles; ++m)
+  for (int m = 0; m < kEarlyTiles; ++m) {
+    if (m == 0 || !kNorm) mbarrier_wait(loaded + m * 8, 0);
 #pragma unroll
     for (int p = 0; p < kPairs; ++p) decode(m, p);
+  }
   cluster_wait();  // every CTA has started: its shared memory may be written
   wait_for_dependencies();
 

@@ -39,6 +39,11 @@ __device__ __noinline__ float inverse_rms_in_double(const X* group, int64_t size
   return static_cast<float>(rsqrt(sum / size + eps));
 }
 
+template <class X>
+__device__ __forceinline__ float inverse_rms(float squares, const X* group, int64_t size, float eps) {
+  return in_range(squares, eps) ? rsqrtf(squares / static_cast<float>(size) + eps) : inverse_rms_in_double(group, size, eps);
+}
+
 // The sum of a row's groups, each times its 1 / rms; `x` is the row, `size` a group's.
 template <int kGroups, class X>
 __device__ __forceinline__ float normed_sum(const float (&sum)[kGroups], const float (&squares)[kGroups], const X* x, int64_t size, float eps) {

@@ -1,19 +1,28 @@
 // y[t, n] = sum_k W[n, k] * xn[t, k] for many tokens and a Q8_0 weight (contract: gr.h): tiles on the tensor cores.
 //
 // A CTA computes 192 rows x 64 tokens over a slice of K; a second kernel adds the slices in order. Steps of 64 along K:
-//   3 consumer warpgroups, 64 rows each: a warp's 16 rows come by bulk copies, 256 values (272 bytes) of each at a time, which is a pitch
+//   3 consumer warpgroups, 64 rows each: a TMA box brings a warp's 16 rows, 256 values (272 bytes) of each at a time, which is a pitch
 //     that keeps rows in different banks; int8 -> fp16 (bf16) exactly is operand A in registers; wgmma m64n64k16; a block's fp32 sum
 //     times d is added to the result. The next block is decoded while the products of one run.
 //   x of 16 bits without a norm: TMA brings it as it is. Else 8 producer warps make hi + lo fp16 of it (22 bits), times the norm's weight,
 //     scaled by a power of two per token: for its first values, with room to grow; when it must change, consumers rescale the result.
 // With the norm, a slice lies inside one hc group: producers also sum the squares, and the second kernel scales by 1/rms.
 // A row's bits depend on the length of a slice, not on ntok. Rows are spread evenly over the tiles (324 = 2 x 162).
-// All loads come after griddepcontrol.wait and past the L1 cache: a workspace or an operand may be memory that was something else before.
-// Of a CTA's time at 1024 fp32 tokens the tensor cores are busy 41%, issue slots 55%, shared memory 39%, L2 30% (ncu, H200, 2026-11-30);
-// a sixth fewer bytes of weights took 8% off it, so their way from L2, again for each 64 tokens, is the next thing to shorten.
+// The weights are read before griddepcontrol.wait: the previous kernel must not write them. All other loads come after it and past the L1
+// cache: a workspace or an operand may be memory that was something else before.
+// H200, 2026-11-30, us at 64, 256, 512, 1024 tokens: fp32 9.7, 18.1, 25.2, 43.4; bf16 8.2, 15.2, 20.9, 33.3; norm 10.8, 26.1, 28.8, 51.5.
+// They were 10.2, 19.4, 25.7, 45.4; 9.3, 16.8, 21.1, 36.0; 17.5, 30.1, 31.5, 51.4 before weights were read early, boxes replaced copies that
+// a warp's lanes issue one after another (47.4 at 1024 fp32 tokens with those), and slices were added by four threads a result, all loads at
+// once (a loop's remainder loaded one by one). At 1024 fp32 tokens (ncu): shared memory and L1 63%, issue slots 49%, L2 46%, DRAM 24%.
 // Tried and lost (the same day): clusters of 4 or 8 CTAs that add up in each other's shared memory (30 and 15 fit at once, so that 1024
-// tokens took two waves), weights by TMA boxes or 16-byte cp.async (no difference), 128 tokens of one tile, 4 producer warps, a block's
-// products in flight while the one before is added (no difference), mma.sync.
+// tokens took two waves), weights by 16-byte cp.async (no difference), 128 tokens of one tile, 4 producer warps, a block's products in
+// flight while the one before is added (no difference), mma.sync.
+// Tokens as rows of the products (128 tokens x 168 weight rows, wgmma m64n80 and n88, weights decoded to shared memory by 4 warps, slices of
+// 320, 640, 1280): 61.8 us at 1024 fp32 tokens with x by loads ahead into registers, whose latency it waits for, 49.9 by cp.async into a
+// ring of each warp; bf16 45.8 and 47.0. It has fewer products, but the latter 2730 wavefronts of shared memory for a step of 64 that keeps
+// tensor cores busy for 1344 cycles: each product reads its weights again (672), the d of every column is loaded (672), x goes in and out
+// (512), and 16-byte cp.async of rows that do not start at 128 bytes take three times the wavefronts (517). With fp16 d and weights by boxes
+// it took 7.3 us at 64 bf16 tokens; a box must start at a multiple of 16 bytes (else an illegal instruction), as slices of 320 do not.
 #include "gr_down_sm90.cuh"
 
 #include "../common/launch_sm90.cuh"
@@ -52,13 +61,17 @@ struct Shared {
   uint64_t full[C::kStages], empty[C::kStages], weights_full[kConsumers][kUnitStages];
 };
 
-struct TileArgs {
-  CUtensorMap x;
+struct SumArgs {
   DownArgs down;
-  float* partial;  // [slices][ntok][n]
+  float* partial;  // [slices][ntok][pitch]
   float* squares;  // [slices][ntok]
+  int64_t pitch;
+};
+struct TileArgs {
+  CUtensorMap x, w;
+  SumArgs sums;
   int slice_units, tile_rows;
-  uint32_t bf16_upper;  // from here, or it would be moved into a register again for each use
+  uint32_t upper;  // bytes above the codes; from here, or it would be moved into a register again for each use
 };
 
 // Where a CTA's part of the work lies.
@@ -68,8 +81,8 @@ struct Place {
 
   __device__ __forceinline__ explicit Place(const TileArgs& tile)
       : token0(static_cast<int64_t>(blockIdx.y) * kTileTokens), row0(static_cast<int64_t>(blockIdx.z) * tile.tile_rows),
-        rows(static_cast<int>(min(tile.down.n - row0, static_cast<int64_t>(tile.tile_rows)))), first(blockIdx.x * tile.slice_units),
-        units(min(tile.slice_units, static_cast<int>(tile.down.k / kUnitK) - first)) {}
+        rows(static_cast<int>(min(tile.sums.down.n - row0, static_cast<int64_t>(tile.tile_rows)))), first(blockIdx.x * tile.slice_units),
+        units(min(tile.slice_units, static_cast<int>(tile.sums.down.k / kUnitK) - first)) {}
 };
 
 // The ring of x in turns of a unit's steps: step s of unit u has stage turn * kUnitSteps + s.
@@ -117,7 +130,7 @@ __device__ __forceinline__ void load_floats(float (&v)[4], const void* p, Float 
 template <class C>
 __device__ __forceinline__ void produce(Shared<C>& s, const TileArgs& tile, const Place& place) {
   using X = typename C::X;
-  const DownArgs& args = tile.down;
+  const DownArgs& args = tile.sums.down;
   const int warp = threadIdx.x / 32 - kConsumers, lane = threadIdx.x % 32, word = lane % 8;
   constexpr int kTokens = 2, kAhead = C::kNorm ? 1 : 2;                     // of a thread; steps loaded ahead, as registers allow
   const int base = warp * 8 + lane / 8 % 2 * 4 + lane / 16;  // the first token; + 2 the other
@@ -222,9 +235,17 @@ __device__ __forceinline__ void produce(Shared<C>& s, const TileArgs& tile, cons
       float total = squares[t];
       for (int offset = 1; offset < 8; offset *= 2) total += __shfl_xor_sync(~0u, total, offset);
       const int64_t token = place.token0 + base + 2 * t;
-      if (word == 0 && token < args.ntok && blockIdx.z == 0) tile.squares[blockIdx.x * args.ntok + token] = total;
+      if (word == 0 && token < args.ntok && blockIdx.z == 0) tile.sums.squares[blockIdx.x * args.ntok + token] = total;
     }
   }
+}
+
+// The two int8 of the low half of `word` as fp16, exact: 1024 + 128 + code - 1152. The upper half is 0, `upper` is kHalfUpper.
+constexpr uint32_t kHalfUpper = 0x64646464;
+__device__ __forceinline__ uint32_t int8_pair_to_half2(uint32_t word, uint32_t upper) {
+  const uint32_t biased = __byte_perm(word ^ 0x8080u, upper, 0x4140);
+  const __half2 value = __hsub2(*reinterpret_cast<const __half2*>(&biased), __half2half2(__ushort_as_half(0x6480)));
+  return *reinterpret_cast<const uint32_t*>(&value);
 }
 
 // A block of rows g and g + 8: A fragments of two products, and its d.
@@ -241,7 +262,7 @@ struct Codes {
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         const uint32_t pair = *reinterpret_cast<const uint16_t*>(p + 2 + j * 8 + 2 * c);
-        a[j / 2][j % 2 * 2 + h] = kBf16 ? int8_pair_to_bf162(pair, upper) : int8_low_to_half2(__byte_perm(pair, 0, 0x4140));
+        a[j / 2][j % 2 * 2 + h] = kBf16 ? int8_pair_to_bf162(pair, upper) : int8_pair_to_half2(pair, upper);
       }
     }
   }
@@ -270,17 +291,17 @@ __device__ __forceinline__ void multiply(float (&sum)[kSums], const Codes<C::kBf
 
 template <class C>
 __device__ __forceinline__ void consume(Shared<C>& s, const TileArgs& tile, const Place& place) {
-  const DownArgs& args = tile.down;
+  const DownArgs& args = tile.sums.down;
   const int warp = __shfl_sync(~0u, threadIdx.x / 32, 0), lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, units = place.units;
-  // 16 lanes fetch a unit of a row each; nothing is stored of rows past the end, whatever stands there.
-  const int rows = min(max(place.rows - warp * 16, 0), 16);
-  const uint8_t* source = args.w + (place.row0 + warp * 16 + lane) * (args.k / kUnitK * kUnitBytes) + static_cast<int64_t>(place.first) * kUnitBytes;
+  // One lane fetches a unit of the warp's 16 rows; rows past the tile's end are computed too, but not stored.
   const auto fetch = [&](int u) {
     if (u >= units) return;
-    const uint32_t full = smem_address(&s.weights_full[warp][u % kUnitStages]);
-    if (lane == 0) mbarrier_arrive_expect(full, rows * kUnitBytes);
-    __syncwarp();
-    if (lane < rows) bulk_load(smem_address(s.weights[warp][u % kUnitStages][lane]), source + u * kUnitBytes, kUnitBytes, full);
+    const int stage = u % kUnitStages;
+    const uint32_t full = smem_address(&s.weights_full[warp][stage]);
+    if (lane == 0) {
+      mbarrier_arrive_expect(full, sizeof(s.weights[warp][stage]));
+      tma_load(smem_address(s.weights[warp][stage]), &tile.w, full, (place.first + u) * (kUnitBytes / 4), static_cast<int>(place.row0) + warp * 16);
+    }
   };
   const auto arrived = [&](int u) { mbarrier_wait(smem_address(&s.weights_full[warp][u % kUnitStages]), u / kUnitStages % 2); };
 #pragma unroll
@@ -288,7 +309,7 @@ __device__ __forceinline__ void consume(Shared<C>& s, const TileArgs& tile, cons
   const auto unit_of = [&](int u) { return s.weights[warp][u % kUnitStages][g]; };
   float sum[kSums] = {};  // [8 tokens][row g or g + 8][token 2c or 2c + 1]
   Codes<C::kBf16> codes[2];
-  const uint32_t upper = tile.bf16_upper;
+  const uint32_t upper = tile.upper;
   arrived(0);
   codes[0].load(unit_of(0), c, upper);
   Turn<C> turn(0);
@@ -325,12 +346,13 @@ __device__ __forceinline__ void consume(Shared<C>& s, const TileArgs& tile, cons
       if (lane == 0) mbarrier_arrive(smem_address(&s.empty[ring]));
     }
   }
-  float* partial = tile.partial + blockIdx.x * args.ntok * args.n;
+  wait_for_dependencies();
+  float* partial = tile.sums.partial + blockIdx.x * args.ntok * tile.sums.pitch;
 #pragma unroll
   for (int j = 0; j < kSums; ++j) {
     const int column = j / 4 * 8 + 2 * c + j % 2, row = warp * 16 + g + j / 2 % 2 * 8;
     const int64_t token = place.token0 + column;
-    if (row < place.rows && token < args.ntok) partial[token * args.n + place.row0 + row] = C::kRaw ? sum[j] : sum[j] * s.scale[column];
+    if (row < place.rows && token < args.ntok) partial[token * tile.sums.pitch + place.row0 + row] = C::kRaw ? sum[j] : sum[j] * s.scale[column];
   }
 }
 
@@ -350,14 +372,16 @@ __global__ void __launch_bounds__(C::kThreads, 1) down_tiles(const __grid_consta
     for (int i = 0; i < kConsumers * kUnitStages; ++i) mbarrier_init(smem_address(&s.weights_full[0][i]), 1);
     mbarrier_init_fence();
     if (C::kRaw) prefetch_tensor_map(&tile.x);
+    prefetch_tensor_map(&tile.w);
   }
   __syncthreads();
-  wait_for_dependencies();
+  if (tile.sums.down.copied) wait_for_dependencies();
   if (warp < kConsumers) {
     registers_increase<C::kConsumerRegisters>();
     consume<C>(s, tile, place);
   } else {
     registers_decrease<C::kProducerRegisters>();
+    wait_for_dependencies();
     if constexpr (!C::kRaw) {
       produce<C>(s, tile, place);
     } else {
@@ -366,27 +390,51 @@ __global__ void __launch_bounds__(C::kThreads, 1) down_tiles(const __grid_consta
   }
 }
 
-// Slices in order; each group's by its 1/rms. Past the L1 cache, which may hold what the workspace held before.
+// Adds the slices, 256 results by a CTA: every fourth group of slices (the norm's, each times its 1/rms; else four parts) by each quarter of
+// the threads, then the quarters. Past the L1 cache, which may hold what the workspace held before.
+constexpr int kAddThreads = 256, kQuarters = 4, kAhead = 10;  // slices loaded at once
 template <class X, bool kNorm>
-__global__ void __launch_bounds__(256) add_slices(const DownArgs args, const float* partial, const float* all_squares, int slices) {
+__global__ void __launch_bounds__(kAddThreads) add_slices(const SumArgs sums, int slices) {
+  __shared__ float4 quarter_sum[kQuarters][kAddThreads / kQuarters];
   launch_dependents();
-  const int64_t i = static_cast<int64_t>(blockIdx.x) * 256 + threadIdx.x, count = args.ntok * args.n, token = i / args.n;
+  const DownArgs& args = sums.down;
+  const int quarter = threadIdx.x / (kAddThreads / kQuarters), i = threadIdx.x % (kAddThreads / kQuarters);
+  const int64_t quads = (args.n + 3) / 4, first_quad = static_cast<int64_t>(blockIdx.x) * (kAddThreads / kQuarters), plane = args.ntok * sums.pitch;
+  const int groups = kNorm ? static_cast<int>(args.hc) : kQuarters, group_slices = (slices + groups - 1) / groups;
+  const int64_t token = min((first_quad + i) / quads, args.ntok - 1);
+  const float* partial = sums.partial + token * sums.pitch + (first_quad + i) % quads * 4;
+  float4 y = {};
   wait_for_dependencies();
-  if (i >= count) return;
-  const int group_slices = kNorm ? slices / static_cast<int>(args.hc) : slices;
-  const X* x = static_cast<const X*>(args.x) + token * args.k;
-  float y = 0.f;
-  for (int first = 0; first < slices; first += group_slices) {
-    float sum = 0.f, squares = 0.f;
-#pragma unroll 8
-    for (int q = first; q < first + group_slices; ++q) {
-      sum += __ldcg(partial + q * count + i);
-      if (kNorm) squares += __ldcg(all_squares + q * args.ntok + token);
+  for (int group = quarter; group < groups; group += kQuarters) {
+    float4 sum = {};
+    float squares = 0.f;
+    const int last = min(slices, (group + 1) * group_slices);
+    for (int first = group * group_slices; first < last; first += kAhead) {
+      float4 part[kAhead] = {};
+      float part_squares[kAhead] = {};
+#pragma unroll
+      for (int q = 0; q < kAhead; ++q) {
+        if (first + q >= last) break;
+        part[q] = __ldcg(reinterpret_cast<const float4*>(partial + (first + q) * plane));
+        if (kNorm) part_squares[q] = __ldcg(sums.squares + (first + q) * args.ntok + token);
+      }
+#pragma unroll
+      for (int q = 0; q < kAhead; ++q) {
+        sum.x += part[q].x, sum.y += part[q].y, sum.z += part[q].z, sum.w += part[q].w;
+        squares += part_squares[q];
+      }
     }
-    const int64_t size = args.k / (kNorm ? args.hc : 1);
-    y += kNorm ? normed_sum<1>({sum}, {squares}, x + first / group_slices * size, size, args.eps) : sum;
+    const int64_t size = args.k / groups;
+    const float scale = kNorm ? inverse_rms(squares, static_cast<const X*>(args.x) + token * args.k + group * size, size, args.eps) : 1.f;
+    y.x = fmaf(sum.x, scale, y.x), y.y = fmaf(sum.y, scale, y.y), y.z = fmaf(sum.z, scale, y.z), y.w = fmaf(sum.w, scale, y.w);
   }
-  args.y[i] = y;
+  quarter_sum[quarter][i] = y;
+  __syncthreads();
+  const int64_t quad = first_quad + threadIdx.x / 4, row = quad % quads * 4 + threadIdx.x % 4;
+  float total = 0.f;
+#pragma unroll
+  for (int q = 0; q < kQuarters; ++q) total += reinterpret_cast<const float*>(quarter_sum[q])[threadIdx.x];
+  if (quad < quads * args.ntok && row < args.n) args.y[quad / quads * args.n + row] = total;
 }
 
 // Units of a slice: at most `units`, and whole slices in the norm's groups.
@@ -399,25 +447,31 @@ int64_t slices_for(const DownArgs& args, int units) {
   return (args.k / kUnitK + of_slice - 1) / of_slice;
 }
 
+int64_t pitch_of(const DownArgs& args) { return (args.n + 3) / 4 * 4; }
+
 template <class C>
 cudaError_t launch(const DownArgs& args, int units, float* partial, cudaStream_t stream) {
-  const int64_t slices = slices_for(args, units), count = args.ntok * args.n, row_tiles = (args.n + kTileRows - 1) / kTileRows;
+  const int64_t slices = slices_for(args, units), pitch = pitch_of(args), row_tiles = (args.n + kTileRows - 1) / kTileRows;
   const int tile_rows = static_cast<int>((args.n + row_tiles - 1) / row_tiles);
-  TileArgs tile = {{}, args, partial, partial + slices * count, slice_units_for(args, units), tile_rows, kBf16Upper};
+  const SumArgs sums = {args, partial, partial + slices * args.ntok * pitch, pitch};
+  TileArgs tile = {{}, {}, sums, slice_units_for(args, units), tile_rows, C::kBf16 ? kBf16Upper : kHalfUpper};
   const CUtensorMapDataType type = C::kBf16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16 : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   if (C::kRaw && !make_tensor_map(&tile.x, args.x, type, 2, args.ntok, args.k, kTileTokens, kStepK, CU_TENSOR_MAP_SWIZZLE_128B)) return cudaErrorNotSupported;
+  if (!make_tensor_map(&tile.w, args.w, CU_TENSOR_MAP_DATA_TYPE_UINT32, 4, args.n, args.k / kPairK * (kPairBytes / 4), 16, kUnitBytes / 4,
+                       CU_TENSOR_MAP_SWIZZLE_NONE))
+    return cudaErrorNotSupported;
   const dim3 grid(static_cast<unsigned>(slices), static_cast<unsigned>((args.ntok + kTileTokens - 1) / kTileTokens), static_cast<unsigned>(row_tiles));
   const cudaError_t error = launch_overlapped(down_tiles<C>, grid, C::kThreads, sizeof(Shared<C>), stream, tile);
   if (error != cudaSuccess) return error;
-  const dim3 sums(static_cast<unsigned>((count + 255) / 256));
-  return launch_overlapped(add_slices<typename C::X, C::kNorm>, sums, 256, 0, stream, args, partial, tile.squares, static_cast<int>(slices));
+  const unsigned ctas = static_cast<unsigned>((args.ntok * pitch + kAddThreads - 1) / kAddThreads);
+  return launch_overlapped(add_slices<typename C::X, C::kNorm>, dim3(ctas), kAddThreads, 0, stream, sums, static_cast<int>(slices));
 }
 
 }  // namespace
 
 bool down_fits_tiles(const DownArgs& args) { return args.k > 0 && args.k % (kUnitK * (args.norm_weight ? args.hc : 1)) == 0; }
 
-int64_t down_tiles_workspace_bytes(const DownArgs& args, int units) { return slices_for(args, units) * args.ntok * (args.n + 1) * 4; }
+int64_t down_tiles_workspace_bytes(const DownArgs& args, int units) { return slices_for(args, units) * args.ntok * (pitch_of(args) + 1) * 4; }
 
 cudaError_t launch_down_tiles(const DownArgs& args, int units, void* workspace, cudaStream_t stream) {
   float* partial = static_cast<float*>(workspace);

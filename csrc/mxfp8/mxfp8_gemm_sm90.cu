@@ -28,6 +28,12 @@
 //              16384x7168x2048); by the consumers, to stay in shared memory (64 tokens: 14.4, 10.4 by the kernel before) or by a cluster of
 //              four for itself through L2 (14.6, 10.5); multicast to clusters of 2 or 4 (0 to +0.9 at 64 to 256 tokens, 0 to -7% beyond;
 //              arrivals at another CTA's barrier must not say release.cluster, which fences the GPU: +30 to 50%)
+//   one kernel for few tokens, codes by TMA, both operands decoded to fp16 by cvt times 2^(scale - the largest of its row), the tokens by
+//              warpgroups of their own: 64 tokens 8.9, 8192x1280 6.7, 5120x2048 8.8, 8192x7168 27.0 (two kernels 10.3, 8.3, 9.6, 25.9), 128
+//              tokens 14.3, 9.9, 14.3, 41.5 (11.8, 9.7, 11.4, 29.8). Not used: 128 tokens gave other bits from run to run, reason not found.
+//              128 rows in clusters of two CTAs that share K: 9.1, 8192x7168 22.4 at 64 tokens, about 2 of both spent on exchanging sums.
+//              The kernel before costs 0.5 to 1.2: its GEMM alone takes 9.5, 7.8, 9.0, 25.0 (64 tokens), 10.9, 8.9, 10.5, 28.6 (128).
+//              No wgmma may be in flight where paths meet: a conditional wait let the sums be copied too early, without a warning
 //   K          divided over a cluster of two CTAs (128 tokens: 12.5, 11.9 by K groups; 8192x7168: 30.6, 30.1)
 //   tile       256 rows x 128 tokens of four warpgroups (512 tokens: 28.2, 25.0); two warpgroups for 128x128 (8192x7168, 256 tokens:
 //              55.7, four 49.0); four K groups for 64 rows (128 tokens: 12.6, 11.9). About even: 64 rows x 256 tokens by two K groups (256

@@ -114,14 +114,17 @@ __device__ __forceinline__ uint32_t int8_pair_to_bf162(uint32_t word, uint32_t u
   return *reinterpret_cast<const uint32_t*>(&value);
 }
 
-// Two of the four int8 of `word` as fp16, exact: bytes 0 and 2 (low) or 1 and 3 (high). 0x6400 is 1024, whose ulp is 1.
-__device__ __forceinline__ uint32_t int8_pair_to_half2(uint32_t word) {
-  const uint32_t biased = (word & 0x00ff00ffu) ^ 0x64806480u;  // 1024 + 128 + code
+// Two fp16 less 1152: a code with its sign bit turned, in the low byte of 0x6400 (1024, whose ulp is 1), stands for 1152 + code.
+__device__ __forceinline__ uint32_t unbias_half2(uint32_t biased) {
   const __half2 value = __hsub2(*reinterpret_cast<const __half2*>(&biased), __half2half2(__ushort_as_half(0x6480)));
   return *reinterpret_cast<const uint32_t*>(&value);
 }
-__device__ __forceinline__ uint32_t int8_low_to_half2(uint32_t word) { return int8_pair_to_half2(word); }
-__device__ __forceinline__ uint32_t int8_high_to_half2(uint32_t word) { return int8_pair_to_half2(word >> 8); }
+// The two int8 of the low half of `word` as fp16, exact. The upper half is 0, `upper` is kHalfUpper.
+constexpr uint32_t kHalfUpper = 0x64646464;
+__device__ __forceinline__ uint32_t int8_pair_to_half2(uint32_t word, uint32_t upper) { return unbias_half2(__byte_perm(word ^ 0x8080u, upper, 0x4140)); }
+// Two of the four int8 of `word`: bytes 0 and 2 (low) or 1 and 3 (high).
+__device__ __forceinline__ uint32_t int8_low_to_half2(uint32_t word) { return unbias_half2((word & 0x00ff00ffu) ^ 0x64806480u); }
+__device__ __forceinline__ uint32_t int8_high_to_half2(uint32_t word) { return int8_low_to_half2(word >> 8); }
 
 // --- tensor cores ---
 

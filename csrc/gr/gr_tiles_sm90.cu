@@ -240,14 +240,6 @@ __device__ __forceinline__ void produce(Shared<C>& s, const TileArgs& tile, cons
   }
 }
 
-// The two int8 of the low half of `word` as fp16, exact: 1024 + 128 + code - 1152. The upper half is 0, `upper` is kHalfUpper.
-constexpr uint32_t kHalfUpper = 0x64646464;
-__device__ __forceinline__ uint32_t int8_pair_to_half2(uint32_t word, uint32_t upper) {
-  const uint32_t biased = __byte_perm(word ^ 0x8080u, upper, 0x4140);
-  const __half2 value = __hsub2(*reinterpret_cast<const __half2*>(&biased), __half2half2(__ushort_as_half(0x6480)));
-  return *reinterpret_cast<const uint32_t*>(&value);
-}
-
 // A block of rows g and g + 8: A fragments of two products, and its d.
 template <bool kBf16>
 struct Codes {

@@ -46,19 +46,12 @@ __device__ __forceinline__ uint32_t opaque(uint32_t value) {
 __device__ __forceinline__ uint32_t codes_to_half2(uint32_t word, uint32_t mask) {
   uint32_t biased;
   asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(biased) : "r"(word), "r"(mask), "n"(0x64806480));
-  const __half2 value = __hsub2(*reinterpret_cast<const __half2*>(&biased), __half2half2(__ushort_as_half(0x6480)));
-  return *reinterpret_cast<const uint32_t*>(&value);
+  return sm90::unbias_half2(biased);
 }
 // All four codes of a word, in order.
 __device__ __forceinline__ void codes_in_order(uint32_t word, uint32_t& low, uint32_t& high) {
-  const __half2 bias = __half2half2(__ushort_as_half(0x6480));
-  const uint32_t biased = word ^ 0x80808080u, a = __byte_perm(biased, 0x64646464u, 0x4140), b = __byte_perm(biased, 0x64646464u, 0x4342);
-  const __half2 x = __hsub2(*reinterpret_cast<const __half2*>(&a), bias), y = __hsub2(*reinterpret_cast<const __half2*>(&b), bias);
-  low = *reinterpret_cast<const uint32_t*>(&x), high = *reinterpret_cast<const uint32_t*>(&y);
-}
-__device__ __forceinline__ uint32_t both_halves(__half value) {
-  const __half2 pair = __half2half2(value);
-  return *reinterpret_cast<const uint32_t*>(&pair);
+  const uint32_t biased = word ^ 0x80808080u, a = __byte_perm(biased, sm90::kHalfUpper, 0x4140), b = __byte_perm(biased, sm90::kHalfUpper, 0x4342);
+  low = sm90::unbias_half2(a), high = sm90::unbias_half2(b);
 }
 // Issued where it stands.
 __device__ __forceinline__ uint4 load_global16(const void* from) {

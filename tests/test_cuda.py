@@ -216,8 +216,7 @@ def test_gr_down_rows_do_not_depend_on_the_window(k: int, norm: bool) -> None:
 @pytest.mark.parametrize("ntok", [9, 20, 33, 64, 100, 600])
 def test_gr_down_of_many_tokens(ntok: int, norm: bool, dtype: torch.dtype) -> None:
     n, k = cases.GR_N, cases.GR_K
-    spread = torch.exp2(torch.randint(-6, 7, (ntok, k // 32, 1), device="cuda").float())
-    x = (torch.randn(ntok, k // 32, 32, device="cuda") * spread).flatten(1).to(dtype)
+    x = cases.blocks_of_any_size(ntok, k, device="cuda").to(dtype)
     w = mori_ops.q8_0_quantize(torch.randn(n, k, device="cuda"))
     options = {"norm_weight": (torch.rand(k, device="cuda") + 0.5).to(dtype), "hc": cases.GR_HC} if norm else {}
     whole = mori_ops.gr_down(x, w, **options)

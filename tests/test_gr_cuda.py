@@ -25,9 +25,7 @@ WINDOWS = (1, 2, 3, 4, 5, 6, 7, 8, 9, 16, 17, 24, 25, 63, 64, 65, 128, 129, 256,
 
 
 def random_rows(ntok: int, k: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Blocks of 32 that differ in size by up to 2^12."""
-    spread = torch.exp2(torch.randint(-6, 7, (ntok, k // 32, 1), device="cuda").float())
-    return (torch.randn(ntok, k // 32, 32, device="cuda") * spread).flatten(1).to(dtype)
+    return cases.blocks_of_any_size(ntok, k, device="cuda").to(dtype)
 
 
 def random_weight(n: int, k: int) -> Tensor:
@@ -48,7 +46,8 @@ def route(ntok: int, n: int = N, k: int = K) -> str:
 def check(x: Tensor, w: Tensor, **options: Any) -> Tensor:
     """The result, which matches float64, repeats, and is written whole."""
     result = mori_ops.gr_down(x, w, **options)
-    cases.assert_close(result, reference.gr_down(x, w, **options))
+    handful = result.numel() < 16  # these may all be small differences of large sums
+    cases.assert_close(result, reference.gr_down(x, w, **options), cases.TENSOR_CORE_L2 if handful else None)
     out = torch.full_like(result, torch.nan)
     torch.ops.mori.gr_down.out(x, w, out=out, **options)
     assert torch.equal(out, result)

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench import compare, distributed, profile, report
 from bench.suites import CPU_SUITES, SUITES
-from bench.timing import copy_bandwidth, matmul_flops, paired
+from bench.timing import BUDGET, copy_bandwidth, matmul_flops, paired
 
 
 def parse() -> argparse.Namespace:
@@ -22,7 +22,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("suite", choices=[*SUITES, "gemm_ar", "all"])
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--budget", type=float, default=20.0, metavar="SECONDS", help="of rounds, for a case in one mode (at least 5 rounds)")
+    parser.add_argument("--budget", type=float, default=BUDGET, metavar="SECONDS", help="of rounds, for a case in one mode (at least 5 rounds)")
     parser.add_argument("--only", action="append", default=[], metavar="DIM=VALUE", help="only cases of this shape; may be repeated")
     parser.add_argument("--plot", metavar="PNG", help="write a plot of time over the first dimension")
     parser.add_argument("--no-save", action="store_true", help="do not write bench/results/<device>_<suite>.json")
@@ -65,7 +65,8 @@ def main() -> int:
         rows = distributed.rows(options.device) if suite == "gemm_ar" else measured(suite, options, wanted, bandwidth, flops, console)
         report.show(rows, console)
         if not options.no_save and not wanted:
-            console.print(f"saved {report.save(suite, where, rows)}")
+            given = f"--device {options.device} --threads {options.threads} --budget {options.budget:g}"
+            console.print(f"saved {report.save(suite, given, where, rows)}")
         everything += rows
     if options.plot:
         report.plot(everything, where, options.plot)

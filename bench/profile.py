@@ -106,7 +106,7 @@ def main(arguments: list[str]) -> int:
         table.add_row(row["case"], row["kernel"][-40:], *(f"{row[label]:.4g}" if label in row else "" for label in METRICS), stalls)
     console.print(table)
     if not options.no_save:
-        console.print(f"saved {report.save('profile', report.machine('cuda'), rows)}")
+        console.print(f"saved {report.save('profile', '', report.machine('cuda'), rows)}")
     return 0
 
 

@@ -78,11 +78,11 @@ def show(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def save(suite: str, where: dict[str, Any], rows: list[dict[str, Any]]) -> Path:
+def save(suite: str, options: str, where: dict[str, Any], rows: list[dict[str, Any]]) -> Path:
+    """`options`: what `python -m bench <suite>` was called with."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{where['device']}_{suite}.json"
-    command = f"python -m bench {suite} --device {where['device']} --threads {where['threads']}"
-    path.write_text(json.dumps({"command": command, "machine": where, "rows": rows}, indent=1) + "\n")
+    path.write_text(json.dumps({"command": f"python -m bench {suite} {options}".rstrip(), "machine": where, "rows": rows}, indent=1) + "\n")
     return path
 
 

@@ -15,6 +15,7 @@ import torch
 COLD_BYTES = {"cpu": 128 << 20, "cuda": 1 << 30 if torch.version.hip else 256 << 20}
 ROUND_SECONDS = 0.02  # calls per round are chosen so that a round takes about this long
 ROUNDS = 25
+BUDGET = 20.0  # seconds that the rounds of a case in one mode may take, past the first five
 MOST_COPIES = 64
 
 
@@ -127,7 +128,7 @@ class _AloneRound:
         return self.both() - self.spacers()
 
 
-def paired(case: Case, mode: str, device: str, *, rounds: int = ROUNDS, budget: float = 20.0) -> dict[str, list[float]]:
+def paired(case: Case, mode: str, device: str, *, rounds: int = ROUNDS, budget: float = BUDGET) -> dict[str, list[float]]:
     """Seconds per call of each arm, a sample per round. Arms alternate and change their order from round to round."""
     def timer(arm: Arm) -> Callable[[], float]:
         if mode == "alone":
